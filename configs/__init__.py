@@ -1,0 +1,1 @@
+"""One ml_collections config a model."""

@@ -1,0 +1,1 @@
+"""Decoder families in flax nnx. Imports nothing from the stages."""
