@@ -101,7 +101,9 @@ OPTIONS: dict[str, Option] = {
         5, "skipped steps in a row (gradient not finite) after which training stops", 1
     ),
     "export.dtype": Option(
-        STR, "dtype of the exported weights; None: the source's", choices=DTYPES
+        config_dict.placeholder(str),
+        "dtype of the exported weights; None: the source's",
+        choices=DTYPES,
     ),
     "export.max_shard_bytes": Option(5_000_000_000, "bytes: largest weights file", 1),
     "evaluate.min_length": Option(1024, "tokens: shortest context", 1),
