@@ -1,0 +1,229 @@
+"""The command line: `retmask STAGE --config=FILE[:arg] --workdir=DIR [--config.x.y=…]`."""
+
+import contextlib
+import errno
+import importlib
+import logging
+import os
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict
+from tqdm import tqdm
+
+from retmask_jax import config as configs
+from retmask_jax.errors import UserError
+from retmask_jax.progress import clock
+from retmask_jax.workdir import Workdir, is_local
+
+# What each stage runs, in order: modules of this package with a `run(config, workdir)`.
+STAGES = {
+    "detect": ("detect",),
+    "generate": ("generate",),
+    "train": ("train",),
+    "export": ("export",),
+    "evaluate": ("evaluate", "report"),
+}
+STAGES["run"] = tuple(module for modules in STAGES.values() for module in modules)
+
+HELP = """\
+usage: retmask STAGE --config=FILE[:ARG] --workdir=DIR [--config.GROUP.NAME=VALUE …]
+
+stages
+  run        all of the below, in this order
+  detect     score every head by how it looks up needles in long contexts; pick heads to mask
+  generate   answer prompts with and without those heads, in one decode batch
+  train      prefer the answers with the heads to those without (DPO)
+  export     write the trained weights as a Hugging Face folder (--masked: the source's weights
+             with the picked heads zeroed)
+  evaluate   needle accuracy of base, masked, random-masked and trained model; report.html
+
+A stage skips what is done in --workdir and goes on with what is not.
+`retmask STAGE --help` lists the stage's options."""
+
+_log = logging.getLogger("retmask")
+_NO_ROOM = {
+    errno.ENOSPC: "No space left on device",
+    errno.EDQUOT: "Disk quota exceeded",
+    errno.EFBIG: "File too large",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command line and returns its exit status: 0, 1 (failed) or 2 (user's mistake)."""
+    try:
+        _command(sys.argv[1:] if argv is None else argv)
+    except UserError as error:
+        return _fail(str(error), 2)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on where it stopped", 130)
+    except Exception as error:
+        if full := no_room(error):
+            return _fail(f"{full}; make room, then the same command goes on where it stopped", 1)
+        if isinstance(error, OSError) and error.filename and error.strerror:
+            return _fail(f"{error.filename}: {error.strerror}", 1)
+        raise
+    return 0
+
+
+def no_room(error: BaseException | None) -> str:
+    """Returns what to say if `error` or one it came from means a full disk, else ""."""
+    while error is not None:
+        where = getattr(error, "filename", None)
+        for number, text in _NO_ROOM.items():
+            if getattr(error, "errno", None) == number or text.lower() in str(error).lower():
+                return f"{where}: {text}" if where else text
+        error = error.__cause__ or error.__context__
+    return ""
+
+
+def _command(argv: list[str]) -> None:
+    if not argv:
+        raise UserError(f"which stage? {' | '.join(STAGES)} (retmask --help says more)")
+    stage, *args = argv
+    if stage in ("--help", "-h", "help"):
+        print(HELP)
+        return
+    if stage not in STAGES:
+        raise UserError(f"{stage}: no such stage; it is one of {', '.join(STAGES)}")
+    if "--help" in args or "-h" in args:
+        print(f"usage: retmask {stage} --config=FILE[:ARG] --workdir=DIR [option …]\n")
+        if stage == "export":
+            print("  --masked\n      write the source's weights, masked, not the trained ones")
+        print(configs.describe(stage))
+        return
+    values, overrides = _parse(stage, args)
+    config = configs.load(values.config, overrides)
+    _quiet()
+    _run(stage, config, Workdir(values.workdir), {"masked": True} if values.masked else {})
+
+
+def _parse(stage: str, args: list[str]) -> tuple[flags.FlagValues, list[str]]:
+    """Splits the arguments of a stage into our own flags and those of the config."""
+    values = flags.FlagValues()
+    flags.DEFINE_string("config", None, "config file or name", flag_values=values)
+    flags.DEFINE_string("workdir", None, "work directory", flag_values=values)
+    flags.DEFINE_boolean("masked", False, "export the masked weights", flag_values=values)
+    own, overrides = [], []
+    rest = iter(args)
+    for arg in rest:
+        name = arg.partition("=")[0].lstrip("-")
+        if not name.removeprefix("no").startswith("config."):
+            own.append(arg)
+        elif "=" in arg or configs.is_switch(name):
+            overrides.append(arg)
+        else:
+            overrides.append(f"{arg}={next(rest, '')}")
+    try:
+        positional = values(["retmask", *own])[1:]
+    except flags.Error as error:
+        raise UserError(configs.one_line(error)) from None
+    if positional:
+        raise UserError(f"{positional[0]}: not understood; options begin with --")
+    if not values.config:
+        raise UserError("--config=FILE is missing, e.g. --config=configs/smollm2_135m.py")
+    if not values.workdir:
+        raise UserError("--workdir=DIR is missing, e.g. --workdir=out")
+    if values.masked and stage != "export":
+        raise UserError("--masked goes with the stage export only")
+    return values, overrides
+
+
+def _quiet() -> None:
+    """Silences libraries that talk about what this program never uses. Before jax is imported."""
+    for name, value in {
+        "TF_CPP_MIN_LOG_LEVEL": "2",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }.items():
+        os.environ.setdefault(name, value)
+
+
+def _run(stage: str, config: ConfigDict, workdir: Workdir, options: dict[str, bool]) -> None:
+    _check(stage, config)
+    with workdir.lock():
+        workdir.freeze(config)
+        with _logging(workdir):
+            for name in STAGES[stage]:
+                module = importlib.import_module(f"retmask_jax.{name}")
+                _log.info("%s: started", name)
+                start = time.monotonic()
+                peak = _peak_memory()
+                module.run(config, workdir, **options)
+                seconds = clock(time.monotonic() - start)
+                _log.info("%s: done in %s, peak memory %.2f GiB", name, seconds, peak() / 2**30)
+
+
+def _check(stage: str, config: ConfigDict) -> None:
+    """Raises the errors that can be found before anything is written."""
+    from retmask_jax.checkpoint_io import open_source
+    from retmask_jax.mesh import make_mesh
+    from retmask_jax.prompts import read_prompts
+
+    make_mesh(config.mesh)
+    open_source(config.model.path)
+    if stage in ("run", "generate"):
+        read_prompts(config.prompts.path, config.prompts.limit)
+
+
+@contextlib.contextmanager
+def _logging(workdir: Workdir) -> Iterator[None]:
+    """Sends the log to stderr and, for a local work directory, to its retmask.log."""
+    logging.raiseExceptions = False  # a full disk is reported once, not once a line
+    console = _Console()
+    console.setLevel(logging.INFO)
+    handlers: list[logging.Handler] = [console]
+    if is_local(workdir.root):
+        file = logging.FileHandler(workdir.root / "retmask.log", encoding="utf-8")
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        handlers.append(file)
+    _log.setLevel(logging.DEBUG)
+    _log.propagate = False
+    for handler in handlers:
+        _log.addHandler(handler)
+    try:
+        yield
+    except BaseException:
+        _log.debug("stopped", exc_info=True)
+        raise
+    finally:
+        _log.propagate = True
+        for handler in handlers:
+            _log.removeHandler(handler)
+            with contextlib.suppress(OSError):
+                handler.close()
+
+
+class _Console(logging.Handler):
+    """Writes to stderr without tearing the progress bar."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.name != "retmask.progress" or not sys.stderr.isatty():
+            tqdm.write(self.format(record), file=sys.stderr)
+
+
+def _peak_memory() -> Callable[[], int]:
+    """Returns a function that gives the peak resident memory from now on, in bytes.
+
+    Where the kernel cannot reset its mark (not Linux), it is the peak since the process began.
+    """
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        unit = 1 if sys.platform == "darwin" else 1024
+        return lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return lambda: next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith("VmHWM:")
+    )
+
+
+def _fail(message: str, status: int) -> int:
+    print(f"retmask: error: {' '.join(message.split())}", file=sys.stderr)
+    return status
