@@ -1,0 +1,88 @@
+"""The device mesh: its four axes, and how a model's weights lie on it."""
+
+import math
+
+import jax
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from retmask_jax.errors import UserError
+from retmask_jax.models.decoder import Decoder
+from retmask_jax.models.layers import logical_axes
+from retmask_jax.models.partitioning import RULES, partition_spec
+
+AXES = ("data", "fsdp", "sequence", "tensor")
+
+
+def mesh_shape(config: ConfigDict, n_devices: int) -> dict[str, int]:
+    """The size of every mesh axis; one axis may be -1 and takes the devices that are left.
+
+    Args:
+      config: the section `mesh` of the configuration.
+      n_devices: how many devices there are to fill.
+
+    Raises:
+      UserError: the sizes do not multiply to `n_devices`; names the axes and the numbers.
+    """
+    shape = {axis: int(config[axis]) for axis in AXES}
+    asked = " x ".join(f"{axis}={size}" for axis, size in shape.items())
+    free = [axis for axis, size in shape.items() if size == -1]
+    if len(free) > 1 or any(size < 1 and size != -1 for size in shape.values()):
+        raise UserError(f"mesh {asked}: sizes are positive, and at most one is -1 (fill)")
+    fixed = math.prod(size for size in shape.values() if size != -1)
+    if free and n_devices % fixed == 0:
+        shape[free[0]] = n_devices // fixed
+    if math.prod(shape.values()) != n_devices:
+        raise UserError(f"mesh {asked} does not fit {n_devices} devices; change --config.mesh.*")
+    return shape
+
+
+def make_mesh(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
+    """The mesh of the section `mesh` of the configuration over `devices` (default: all).
+
+    Raises:
+      UserError: see `mesh_shape`.
+    """
+    devices = devices if devices is not None else jax.devices()
+    shape = mesh_shape(config, len(devices))
+    return jax.make_mesh(
+        tuple(shape.values()),
+        tuple(shape),
+        axis_types=(AxisType.Auto,) * len(shape),
+        devices=devices,
+    )
+
+
+def shardings(model: Decoder, mesh: Mesh) -> Decoder:
+    """The model with, in place of each array, its NamedSharding.
+
+    Args:
+      model: with arrays or jax.ShapeDtypeStruct.
+      mesh: any mesh with axes out of AXES.
+
+    Raises:
+      UserError: an axis of the mesh does not divide a weight; names weight, axis and numbers.
+    """
+
+    def one(path: tuple, param: nnx.Param) -> nnx.Param:
+        try:
+            spec = partition_spec(logical_axes(param), param.shape, mesh)
+        except ValueError as error:
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            raise UserError(f"{name}: {error}; change --config.mesh.*") from None
+        return jax.tree.map(lambda _: NamedSharding(mesh, spec), param)
+
+    return jax.tree_util.tree_map_with_path(
+        one, model, is_leaf=lambda node: isinstance(node, nnx.Param)
+    )
+
+
+def batch_sharding(mesh: Mesh, *leading: None) -> NamedSharding:
+    """Rows over the data axes; `leading` Nones stand for axes in front of the rows."""
+    return NamedSharding(mesh, PartitionSpec(*leading, RULES["batch"]))
+
+
+def batch_ways(mesh: Mesh) -> int:
+    """Over how many shards the rows of a batch are split."""
+    return math.prod(mesh.shape[axis] for axis in RULES["batch"])
