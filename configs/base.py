@@ -9,7 +9,7 @@ class Option(NamedTuple):
     """One option.
 
     Attributes:
-        default: its value here; a placeholder where None is allowed.
+        default: its value; a type where it is not set and may be set to that type.
         help: unit and meaning, for `--help`.
         low, high: smallest and largest value allowed (of each item, in a tuple).
         choices: the only values allowed, if there are any.
@@ -62,14 +62,12 @@ OPTIONS: dict[str, Option] = {
         choices=("threshold", "top", "list"),
     ),
     "heads.tau": Option(0.1, "score from which a head is a retrieval head", 0),
-    "heads.k": Option(config_dict.placeholder(int), "number of heads for the rule 'top'", 1),
+    "heads.k": Option(int, "number of heads for the rule 'top'", 1),
     "heads.list": Option((), "heads for the rule 'list', e.g. \"('18-6', '3-0')\" (layer-head)"),
     "prompts.path": Option(
         "", 'JSONL of chat rows or {"prompt": text}; empty: the built-in prompts'
     ),
-    "prompts.limit": Option(
-        config_dict.placeholder(int), "use only this many prompts, from the first", 1
-    ),
+    "prompts.limit": Option(int, "use only this many prompts, from the first", 1),
     "generate.temperature": Option(0.6, "sampling temperature; 0: the most likely token", 0),
     "generate.top_p": Option(1.0, "probability mass that is sampled from", 0, 1),
     "generate.samples": Option(1, "responses of each kind to a prompt", 1),
@@ -101,7 +99,7 @@ OPTIONS: dict[str, Option] = {
         5, "skipped steps in a row (gradient not finite) after which training stops", 1
     ),
     "export.dtype": Option(
-        config_dict.placeholder(str),
+        str,
         "dtype of the exported weights; None: the source's",
         choices=DTYPES,
     ),
@@ -128,7 +126,9 @@ def get_config(arg: str = "") -> ConfigDict:
             if section not in node:
                 node[section] = ConfigDict()
             node = node[section]
-        node[field] = option.default
+        default = option.default
+        is_type = isinstance(default, type)
+        node[field] = config_dict.placeholder(default) if is_type else default
     return config.lock()
 
 

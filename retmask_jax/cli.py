@@ -96,13 +96,13 @@ def _command(argv: list[str]) -> None:
             print("  --masked\n      write the source's weights, masked, not the trained ones")
         print(configs.describe(stage))
         return
-    values, overrides = _parse(stage, args)
+    values, overrides = parse(stage, args)
     config = configs.load(values.config, overrides)
     _quiet()
     _run(stage, config, Workdir(values.workdir), {"masked": True} if values.masked else {})
 
 
-def _parse(stage: str, args: list[str]) -> tuple[flags.FlagValues, list[str]]:
+def parse(stage: str, args: list[str]) -> tuple[flags.FlagValues, list[str]]:
     """Splits the arguments of a stage into our own flags and those of the config."""
     values = flags.FlagValues()
     flags.DEFINE_string("config", None, "config file or name", flag_values=values)

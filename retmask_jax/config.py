@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_dict, config_flags
+from ml_collections import ConfigDict, config_flags
 
 import retmask_jax.configs
 from retmask_jax.configs.base import OPTIONS, Option
@@ -147,9 +147,7 @@ def describe(stage: str) -> str:
     lines = []
     for name, option in OPTIONS.items():
         if groups is None or name.split(".")[0] in groups:
-            default = option.default
-            if isinstance(default, config_dict.FieldReference):
-                default = default.get()
+            default = None if isinstance(option.default, type) else option.default
             choices = f" [{' | '.join(option.choices)}]" if option.choices else ""
             lines.append(f"  --config.{name}={default}\n      {option.help}{choices}")
     return "\n".join(lines)
@@ -191,13 +189,10 @@ def _find(name: str) -> Path:
 
 
 def _check(name: str, option: Option, value: Any) -> None:
-    default = option.default
-    if isinstance(default, config_dict.FieldReference):
-        if value is None:
-            return
-        kind = default.get_type()
-    else:
-        kind = type(default)
+    optional = isinstance(option.default, type)
+    if optional and value is None:
+        return
+    kind = option.default if optional else type(option.default)
     number = (int, float) if kind is float else kind
     if not isinstance(value, number) or (isinstance(value, bool) and kind is not bool):
         raise UserError(f"config.{name} is {value!r}; it must be of type {kind.__name__}")
@@ -205,7 +200,7 @@ def _check(name: str, option: Option, value: Any) -> None:
         raise UserError(f"config.{name} is {value!r}; it must be {' or '.join(option.choices)}")
     items = value if isinstance(value, tuple) else (value,)
     for item in items if option.low is not None else ():
-        if isinstance(default, tuple) and type(item) is not int:
+        if kind is tuple and type(item) is not int:
             raise UserError(f"config.{name} holds {item!r}; whole numbers are needed")
         if not math.isfinite(item) or item < option.low:
             raise UserError(f"config.{name} is {value}; the least is {option.low} ({option.help})")
