@@ -10,12 +10,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from retmask_jax.models import attention
 from retmask_jax.models.config import SLIDING, DecoderConfig
-from retmask_jax.models.layers import logical_axes, rms_norm, rope_table, scale, weight
+from retmask_jax.models.layers import rms_norm, rope_table, scale, weight
 from retmask_jax.models.partitioning import constrain
 
 CACHE_BLOCK = 128  # the length of a cache is a multiple of it
@@ -81,6 +80,7 @@ class Decoder(nnx.Module):
         segments: jax.Array,
         *,
         cache: KVCache | None = None,
+        rows: jax.Array | None = None,
         gates: jax.Array | None = None,
         report_top: bool = False,
         remat: bool = False,
@@ -93,6 +93,8 @@ class Decoder(nnx.Module):
           segments: int32 [B, T]; 0 is padding. Tokens see only their own segment.
           cache: keys and values of earlier tokens. With it a row is one sequence: segments are 0
             or 1, positions are consecutive, padding is on the right. Real tokens are added.
+          rows: int32 [B], the row of the cache that each row of the batch continues; default: as
+            they come. Rows that are all padding write nothing.
           gates: [L, B or 1, N], factor on each head's output before the output projection:
             0 masks the head, 1 keeps it.
           report_top: also give, for each head, the key position with the largest probability.
@@ -111,17 +113,16 @@ class Decoder(nnx.Module):
             tops = []
             for p, (layer_type, block) in enumerate(zip(pattern, blocks, strict=True)):
                 window = config.sliding_window if layer_type == SLIDING else None
+                store = None
                 if cache is None:
                     attend = functools.partial(
                         _attend_self, positions=positions, segments=segments, window=window
                     )
-                    x, top = block(x, tables[layer_type], attend, None if gate is None else gate[p])
                 else:
-                    store = _Store(cache, p, g, positions, segments, window)
-                    x, top = block(
-                        x, tables[layer_type], store.attend, None if gate is None else gate[p]
-                    )
-                    cache = store.cache
+                    store = _Store(cache, rows, p, g, positions, segments, window)
+                    attend = store.attend
+                x, top = block(x, tables[layer_type], attend, None if gate is None else gate[p])
+                cache = store.cache if store else None
                 tops.append(top)
             return (x, cache), jnp.stack(tops) if report_top else None
 
@@ -172,13 +173,14 @@ class _Store:
     def __init__(
         self,
         cache: KVCache,
+        rows: jax.Array | None,
         p: int,
         g: jax.Array,
         positions: jax.Array,
         segments: jax.Array,
         window: int | None,
     ) -> None:
-        self.cache, self.p, self.g = cache, p, g
+        self.cache, self.rows, self.p, self.g = cache, rows, p, g
         self.positions, self.segments, self.window = positions, segments, window
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -196,7 +198,7 @@ class _Store:
     def _write(self, k: jax.Array, v: jax.Array, slots: jax.Array, real: jax.Array) -> None:
         p, out_of_bounds = self.p, self.cache.k[self.p].shape[2]
         slots = jnp.where(real, slots, out_of_bounds)
-        rows = jnp.arange(slots.shape[0])[:, None]
+        rows = (jnp.arange(slots.shape[0]) if self.rows is None else self.rows)[:, None]
 
         def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
             at = old[p].at[self.g, rows, slots]
@@ -211,17 +213,16 @@ class _Store:
         k, v = self.cache.k[self.p], self.cache.v[self.p]
         _, b, slots, n_kv, h = k.shape
         size = next(n for n in (512, 256, CACHE_BLOCK, slots) if slots % n == 0)
-        held = jnp.broadcast_to(held, (b, slots))
+        held = jnp.broadcast_to(held, (q.shape[0], slots))
+
+        def read(store: jax.Array, j: jax.Array) -> jax.Array:
+            start, shape = (self.g, 0, j * size, 0, 0), (1, b, size, n_kv, h)
+            block = jax.lax.dynamic_slice(store, start, shape)[0]
+            return (block if self.rows is None else block[self.rows]).astype(q.dtype)
 
         def fetch(j: jax.Array) -> attention.Keys:
-            start, shape = (self.g, 0, j * size, 0, 0), (1, b, size, n_kv, h)
             block = jax.lax.dynamic_slice_in_dim(held, j * size, size, axis=1)
-            return attention.Keys(
-                jax.lax.dynamic_slice(k, start, shape)[0].astype(q.dtype),
-                jax.lax.dynamic_slice(v, start, shape)[0].astype(q.dtype),
-                block,
-                (block >= 0).astype(jnp.int32),
-            )
+            return attention.Keys(read(k, j), read(v, j), block, (block >= 0).astype(jnp.int32))
 
         return attention.cached_attention(
             q,
@@ -237,7 +238,8 @@ class _Store:
         self, q: jax.Array, k: jax.Array, v: jax.Array, held: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
         """Several new queries: over the stored keys and the new ones, then the last are stored."""
-        old_k, old_v = self.cache.k[self.p][self.g], self.cache.v[self.p][self.g]
+        rows = slice(None) if self.rows is None else self.rows
+        old_k, old_v = self.cache.k[self.p][self.g][rows], self.cache.v[self.p][self.g][rows]
         slots = old_k.shape[1]
         keys = attention.Keys(
             jnp.concatenate([old_k.astype(k.dtype), k], axis=1),
@@ -300,15 +302,3 @@ def abstract(config: DecoderConfig, dtype: jnp.dtype = jnp.float32) -> Decoder:
 def cast(model: Decoder, dtype: jnp.dtype) -> Decoder:
     """The model with every weight in `dtype`."""
     return jax.tree.map(lambda x: x.astype(dtype), model)
-
-
-def axes_of(model: Decoder) -> Decoder:
-    """The model with, in place of each array, the tuple of its logical axes."""
-    return jax.tree.map(
-        lambda param: logical_axes(param), model, is_leaf=lambda node: isinstance(node, nnx.Param)
-    )
-
-
-def count_parameters(config: DecoderConfig) -> int:
-    """How many weights the model has; a tied head counts once."""
-    return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(abstract(config)))

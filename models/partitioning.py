@@ -10,6 +10,7 @@ RULES: dict[str, tuple[str, ...]] = {
     "batch": ("data", "fsdp"),
     "slice_batch": ("data",),
     "length": ("sequence",),
+    "position": ("data", "fsdp", "sequence"),  # positions of all rows in one axis
     # weights
     "embed": ("fsdp",),
     "heads": ("tensor",),
