@@ -109,4 +109,4 @@ def smollm2_chat(smollm2_source):
     """The chat module of SmolLM2-135M-Instruct."""
     from retmask_jax.chat import Chat
 
-    return Chat.load(smollm2_source)
+    return Chat.load(smollm2_source, date="26 Jul 2024")
