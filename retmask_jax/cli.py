@@ -21,14 +21,14 @@ from retmask_jax.progress import clock
 from retmask_jax.workdir import Workdir, is_local
 
 # What each stage runs, in order: modules of this package with a `run(config, workdir)`.
-STAGES = {
+PARTS = {
     "detect": ("detect",),
     "generate": ("generate",),
     "train": ("train",),
     "export": ("export",),
     "evaluate": ("evaluate", "report"),
 }
-STAGES["run"] = tuple(module for modules in STAGES.values() for module in modules)
+STAGES = {"run": tuple(module for modules in PARTS.values() for module in modules), **PARTS}
 
 HELP = """\
 usage: retmask STAGE --config=FILE[:ARG] --workdir=DIR [--config.GROUP.NAME=VALUE …]

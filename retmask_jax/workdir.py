@@ -220,13 +220,17 @@ class Workdir:
     def freeze(self, config: ConfigDict) -> None:
         """Writes `config.json` at the first start and holds later starts to it.
 
+        As long as no stage has written anything, it is written anew.
+
         Raises:
             UserError: the work directory was made with other values; names each field that
                 differs. Fields in `CHANGEABLE` may differ.
         """
         path = self.root / "config.json"
         new = json.loads(dump_row(config.to_dict()))
-        if not path.exists():
+        stages = (self.detect, self.generate, self.preferences, self.train, self.export)
+        begun = any(folder.exists() for folder in (*stages, self.evaluate))
+        if not (begun and path.exists()):
             write_json(path, new)
             return
         old_flat, new_flat = _flatten(read_json(path)), _flatten(new)
