@@ -101,7 +101,9 @@ def niah_prompt(context: str, question: str) -> str:
     )
 
 
-def niah_trials(config: ConfigDict, chat: Chat, stage: str = "detect") -> Plan:
+def niah_trials(
+    config: ConfigDict, chat: Chat, stage: str = "detect", text: str | None = None
+) -> Plan:
     """Makes the trials of a stage's grid of lengths × depths × needles.
 
     The haystack is cut so that the whole prompt has as many tokens as the length says, or a few
@@ -111,6 +113,7 @@ def niah_trials(config: ConfigDict, chat: Chat, stage: str = "detect") -> Plan:
         config: whole configuration; section `stage` has the grid.
         chat: tokenizer and template.
         stage: "detect" or "evaluate".
+        text: the haystack; None: the configured one.
 
     Raises:
         UserError: a length too short for the question alone, unreadable files, no trial left.
@@ -118,7 +121,7 @@ def niah_trials(config: ConfigDict, chat: Chat, stage: str = "detect") -> Plan:
     grid = config[stage]
     thinking = config.chat[f"thinking_{stage}"]
     needles = read_needles(config.haystack.needles)
-    text = read_haystack(config.haystack.path)
+    text = text or read_haystack(config.haystack.path)
     if grid.min_length > grid.max_length:
         raise UserError(f"{stage}.min_length {grid.min_length} is above {stage}.max_length")
     lengths = [round(x) for x in np.linspace(grid.min_length, grid.max_length, grid.lengths)]
@@ -289,7 +292,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     source = checkpoint_io.open_source(config.model.path)
     chat = Chat.load(source, date=config.chat.date)
     plan = niah_trials(config, chat)
-    _hold(plan, folder / "plan.json")
+    hold(plan, folder / "plan.json")
     missing = unfinished(plan.trials, folder / "parts")
     if missing:
         mesh = make_mesh(config.mesh)
@@ -314,7 +317,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     multihost_utils.sync_global_devices("detect: assembled")
 
 
-def _hold(plan: Plan, path: Any) -> None:
+def hold(plan: Plan, path: Any) -> None:
     """Writes the plan's summary at the first start and holds later starts to it."""
     summary = plan.summary()
     if not path.exists():
