@@ -183,8 +183,8 @@ def parts(folder: PathLike) -> list[epath.Path]:
     return sorted(epath.Path(folder).glob("part-?????-of-?????.jsonl.gz"))
 
 
-def read_parts(folder: PathLike) -> list[dict]:
-    """Reads the rows of all parts of a finished folder, in order.
+def finished_parts(folder: PathLike) -> list[epath.Path]:
+    """Returns all parts of a finished folder, in order, to be read one by one.
 
     Raises:
         UserError: there is none, or one is missing.
@@ -197,7 +197,16 @@ def read_parts(folder: PathLike) -> list[dict]:
         if part_path(folder, index, total) not in found:
             missing = part_path(folder, index, total)
             raise UserError(f"{missing}: missing; run the stage that writes it again")
-    return [row for path in found for row in read_part(path)]
+    return found
+
+
+def read_parts(folder: PathLike) -> list[dict]:
+    """Reads the rows of all parts of a finished folder, in order.
+
+    Raises:
+        UserError: there is none, or one is missing.
+    """
+    return [row for path in finished_parts(folder) for row in read_part(path)]
 
 
 class Workdir:
