@@ -1,0 +1,226 @@
+"""The generate stage: answers of the model and of the model without its retrieval heads.
+
+Both are rows of one decode batch over one set of weights. Prompts are cut into parts in file
+order; a part is on disk whole or not at all, and parts that are there are not sampled again.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+from retmask_jax import checkpoint_io, heads
+from retmask_jax.chat import Chat
+from retmask_jax.errors import UserError
+from retmask_jax.mesh import make_mesh
+from retmask_jax.progress import progress
+from retmask_jax.prompts import Prompt, read_prompts
+from retmask_jax.sampler import Completion, Request, Sampler, request_seed
+from retmask_jax.workdir import (
+    PathLike,
+    Workdir,
+    part_path,
+    parts,
+    read_part,
+    write_json,
+    write_part,
+)
+
+POLICIES = ("base", "retrieval")  # in the order of the sampler's bank of masks
+
+_log = logging.getLogger("retmask")
+
+
+@dataclass
+class Parts:
+    """The prompts of a run in parts, and the rows of those that are being sampled.
+
+    Attributes:
+        folder: where the parts go.
+        slices: the prompts of each part.
+        chat: encodes the prompts and decodes the completions.
+        config: the `generate` section.
+        thinking: whether the model shall reason before it answers.
+        seed: of the run; see `request_seed`.
+    """
+
+    folder: PathLike
+    slices: Sequence[Sequence[Prompt]]
+    chat: Chat
+    config: ConfigDict
+    thinking: bool
+    seed: int
+    _rows: dict[int, list[dict]] = field(default_factory=dict)
+    _sampling: dict[str, tuple[int, dict]] = field(default_factory=dict)
+    _left: Counter = field(default_factory=Counter)
+
+    def requests(self, indices: Sequence[int]) -> Iterator[Request]:
+        """Yields the requests of these parts; prompts that are too long have none."""
+        for index in indices:
+            requests = [r for prompt in self.slices[index] for r in self._open(index, prompt)]
+            if not requests:
+                write_part(self.folder, index, len(self.slices), [])
+            yield from requests
+
+    def close(self, completion: Completion) -> None:
+        """Takes a completion, and writes its part when that was the last one missing."""
+        index, row = self._sampling.pop(completion.id)
+        row |= response(completion, self.chat, thinking=self.thinking)
+        self._left[index] -= 1
+        if not self._left[index]:
+            write_part(self.folder, index, len(self.slices), self._rows.pop(index))
+
+    def _open(self, index: int, prompt: Prompt) -> Iterator[Request]:
+        try:
+            ids = self.chat.encode(prompt.messages, thinking=self.thinking)
+        except UserError as error:
+            raise UserError(f"prompt {prompt.id!r}: {error}") from None
+        if len(ids) > self.config.max_prompt_tokens:
+            return
+        for policy, name in enumerate(POLICIES):
+            for sample in range(self.config.samples):
+                row = {
+                    "id": prompt.id,
+                    "messages": list(prompt.messages),
+                    "policy": name,
+                    "sample": sample,
+                    "prompt_ids": list(ids),
+                }
+                request_id = f"{prompt.id}/{name}/{sample}"
+                self._sampling[request_id] = index, row
+                self._rows.setdefault(index, []).append(row)
+                self._left[index] += 1
+                seed = request_seed(self.seed, prompt.id, name, sample)
+                yield Request(id=request_id, tokens=ids, policy=policy, seed=seed)
+
+
+def response(completion: Completion, chat: Chat, *, thinking: bool) -> dict[str, Any]:
+    """Returns the fields of a row that come from sampling.
+
+    "ids" are as sampled, with the stop token if there was one. "text" is the answer, without stop
+    token and reasoning; the latter is "reasoning_content", None where there was none.
+    """
+    ids = [int(token) for token in completion.tokens]
+    spoken = ids[:-1] if completion.finish_reason == "stop" else ids
+    reasoning, answer = chat.split_reasoning(chat.decode(spoken), thinking=thinking)
+    return {
+        "ids": ids,
+        "text": answer,
+        "reasoning_content": reasoning,
+        "finish_reason": completion.finish_reason,
+    }
+
+
+def run(config: ConfigDict, workdir: Workdir) -> None:
+    """Samples what is missing in `workdir.generate` and writes its summary.
+
+    On several processes, part i is the work of process i modulo their number, on its own devices;
+    the first one writes the summary when all parts are there.
+
+    Raises:
+        UserError: no head is selected yet, the prompts are unusable or not those of the parts on
+            disk, all are too long, or the model is too short for the lengths asked for.
+    """
+    options = config.generate
+    prompts, counts = read_prompts(config.prompts.path, config.prompts.limit)
+    slices = [
+        prompts[start : start + options.prompts_per_part]
+        for start in range(0, len(prompts), options.prompts_per_part)
+    ]
+    folder = workdir.generate
+    strangers = set(parts(folder)) - {part_path(folder, i, len(slices)) for i in range(len(slices))}
+    if strangers:
+        raise UserError(f"{min(strangers)}: made from other prompts; use another --workdir")
+    if (folder / "summary.json").exists():
+        _log.info("generate: done already")
+        return
+    source = checkpoint_io.open_source(config.model.path)
+    chat = Chat.load(source, date=config.chat.date)
+    work = Parts(folder, slices, chat, options, config.chat.thinking_generate, config.seed)
+    todo = [
+        index
+        for index in range(len(slices))
+        if index % jax.process_count() == jax.process_index()
+        and not part_path(folder, index, len(slices)).exists()
+    ]
+    if todo:
+        _sample(config, workdir, source, work, todo)
+    multihost_utils.sync_global_devices("generate: all parts written")
+    if jax.process_index() == 0:
+        write_json(folder / "summary.json", _summary(work, counts))
+
+
+def _sample(
+    config: ConfigDict,
+    workdir: Workdir,
+    source: checkpoint_io.Source,
+    work: Parts,
+    todo: Sequence[int],
+) -> None:
+    options = config.generate
+    length = options.max_prompt_tokens + options.max_new_tokens
+    if length > source.config.max_position:
+        raise UserError(
+            f"generate.max_prompt_tokens + generate.max_new_tokens is {length}, "
+            f"but the model has {source.config.max_position} positions"
+        )
+    keep = heads.read_selection(workdir).array
+    mesh = make_mesh(config.mesh, jax.local_devices())
+    with jax.set_mesh(mesh):
+        model = checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh)
+        sampler = Sampler(
+            model,
+            bank=np.stack([np.ones_like(keep), keep]),
+            slots=options.slots,
+            max_length=length,
+            max_new_tokens=options.max_new_tokens,
+            temperature=options.temperature,
+            top_p=options.top_p,
+            stop_ids=work.chat.stop_ids,
+            mesh=mesh,
+        )
+        total = sum(len(work.slices[i]) for i in todo) * len(POLICIES) * options.samples
+        for completion in progress(sampler(work.requests(todo)), total, "generate", "response"):
+            work.close(completion)
+
+
+def _summary(work: Parts, counts: Mapping[str, int]) -> dict[str, Any]:
+    """Counts what all parts hold; a prompt that has no response was too long."""
+    too_long: list[str] = []
+    finished = {name: Counter(stop=0, length=0) for name in POLICIES}
+    tokens = Counter(dict.fromkeys(POLICIES, 0))
+    for index, prompts in enumerate(work.slices):
+        path = part_path(work.folder, index, len(work.slices))
+        rows = read_part(path)
+        found = {row["id"] for row in rows}
+        if not found <= {prompt.id for prompt in prompts}:
+            raise UserError(f"{path}: made from other prompts; use another --workdir")
+        too_long += [prompt.id for prompt in prompts if prompt.id not in found]
+        for row in rows:
+            finished[row["policy"]][row["finish_reason"]] += 1
+            tokens[row["policy"]] += len(row["ids"])
+    if len(too_long) == counts["kept"]:
+        raise UserError(
+            f"all {len(too_long)} prompts are longer than generate.max_prompt_tokens "
+            f"({work.config.max_prompt_tokens})"
+        )
+    return {
+        "prompts": dict(counts),
+        "sampled": counts["kept"] - len(too_long),
+        "too_long": {
+            "limit": work.config.max_prompt_tokens,
+            "count": len(too_long),
+            "ids": too_long,
+        },
+        "finish_reasons": {name: dict(finished[name]) for name in POLICIES},
+        "sampled_tokens": dict(tokens),
+        "date": work.chat.date,
+        "thinking": work.thinking,
+        "stop_ids": list(work.chat.stop_ids),
+    }
