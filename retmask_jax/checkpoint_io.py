@@ -49,6 +49,7 @@ COMPANIONS = (
     "NOTICE",
 )
 _BLOCK_BYTES = 8 << 20
+_TILE_ROWS = 16
 
 
 class StoredTensor(Protocol):
@@ -370,9 +371,13 @@ def _read_into(
     target = out.transpose(moved)
     (first, last), rest = spans[0], tuple(slice(*span) for span in spans[1:])
     rows = tensor.shape[0] // shape[0]  # stored rows to one step of the first axis
+    # A transposing copy stays in the processor's cache if it is a few rows high.
+    tile = max(1, _TILE_ROWS // rows) if split else last - first
     for start, stop in _blocks(first, last, tensor, rows):
         block = tensor.rows(start * rows, stop * rows).reshape(stop - start, *shape[1:])
-        target[start - first : stop - first] = block[(slice(None), *rest)]
+        part = target[start - first : stop - first]
+        for at in range(0, len(part), tile):
+            part[at : at + tile] = block[(slice(at, at + tile), *rest)]
 
 
 def _blocks(
