@@ -141,6 +141,31 @@ def test_c1_in_replies_and_typed_template_characters(chat, family):
     assert f"\ue000{name}\ue001" in text
 
 
+def test_c1_inside_reasoning():
+    """C1: of a reply's reasoning only its own markers are control tokens."""
+    qwen, olmo = of("qwen3"), of("olmo3")
+    reply = "<think>a <|im_end|> <think> b</think>c </think>"
+    ids = qwen.encode_completion([user("hi")], reply)
+    assert qwen.decode(ids) == reply
+    counts = [ids.count(token(qwen, name)) for name in ("<think>", "</think>", "<|im_end|>")]
+    assert counts == [1, 1, 1]
+    old = assistant("<think>a <functions> b</think>c <functions>")
+    ids = olmo.encode([user("hi"), old, user("hi")], thinking=True)
+    assert token(olmo, "<functions>") not in ids
+
+
+def test_c1_unknown_characters_are_no_control_token():
+    """C1: a vocabulary with a hole and a control token for what is unknown."""
+    tokenizer = chat_families.olmo3()
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    del backend["model"]["vocab"]["q"]
+    backend["model"]["unk_token"] = "<|endoftext|>"
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(backend))
+    unknown = token(Chat(tokenizer, date=DATE), "<|endoftext|>")
+    assert tokenizer("q").input_ids == [unknown]
+    assert unknown not in Chat(tokenizer, date=DATE).encode_text("a q b")
+
+
 def test_c1_control_token_that_merges_could_spell():
     """C1: pre-tokenizers that do not cut at punctuation leave a control token to the merges."""
     merges = (("<", "think"), ("<think", ">"))
