@@ -83,13 +83,12 @@ class Chat:
         first = tokenizer("a").input_ids[:1]
         self.bos_id = first[0] if first and first[0] == tokenizer.bos_token_id else None
         ends = self._turn_ends()
-        self.end_id = next((end for end in (*ends, tokenizer.eos_token_id) if end is not None), -1)
-        if self.end_id < 0:
-            raise UserError(
-                "neither the chat template nor the tokenizer has a token that ends a turn"
-            )
-        stops = {self.end_id, *ends, tokenizer.eos_token_id, *eos_ids} - {None}
-        self.stop_ids = tuple(sorted(stops))
+        if tokenizer.eos_token_id is not None:
+            ends.append(tokenizer.eos_token_id)
+        if not ends:
+            raise UserError("neither chat template nor tokenizer has a token that ends a turn")
+        self.end_id = ends[0]
+        self.stop_ids = tuple(sorted({*ends, *eos_ids}))
 
         self._opened = {on: _opens_reasoning(self._render(_PROBE, on)) for on in (False, True)}
         expected = tuple(self._apply_template(_PROBE, True, tokenize=True, return_dict=False))
