@@ -224,7 +224,7 @@ def _read_object(path: epath.Path) -> dict[str, Any]:
 def _decoder_config(path: epath.Path, hf_config: dict[str, Any]) -> DecoderConfig:
     try:
         return config_from_hf(hf_config)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from None
 
 

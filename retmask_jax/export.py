@@ -58,7 +58,9 @@ def run(config: ConfigDict, workdir: Workdir, masked: bool = False) -> None:
     keep = None
     if masked:
         mask = read_selection(workdir)
-        model, keep = load_model(source, dtype=source.dtype, mesh=mesh), mask.array
+        stored = {tensor.dtype for tensor in source.tensors.values()}
+        exact = "float32" if len(stored) > 1 else source.dtype
+        model, keep = load_model(source, dtype=exact, mesh=mesh), mask.array
         done = "The base model with its retrieval heads masked; it was not trained."
     else:
         from retmask_jax.train import load_trained
@@ -216,12 +218,16 @@ def _bytes(array: jax.Array) -> memoryview:
 
 
 def _write(path: epath.Path, chunks: Iterable[bytes | memoryview]) -> None:
-    with path.open("wb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        if is_local(path):
-            file.flush()
-            os.fsync(file.fileno())
+    try:
+        with path.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+            if is_local(path):
+                file.flush()
+                os.fsync(file.fileno())
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 # Text files

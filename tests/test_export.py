@@ -265,6 +265,17 @@ def test_stage_writes_the_trained_model_once(stage):
     assert {path: path.stat().st_mtime_ns for path in out.iterdir()} == before
 
 
+def test_stage_keeps_norms_that_are_stored_wider(stage):
+    config, workdir, tensors = stage
+    name = "model.layers.1.input_layernorm.weight"
+    tensors[name] = np.linspace(0.9, 1.1, 64, dtype=np.float32)
+    tiny_checkpoint.write(Path(config.model.path), "llama", dtype="bfloat16", tensors=tensors)
+    export.run(config, workdir, masked=True)
+    assert_same_bytes(
+        {name: stored(Path(workdir.root) / "export_masked")[name]}, {name: tensors[name]}
+    )
+
+
 def test_stage_writes_the_masked_base_model(stage):
     config, workdir, tensors = stage
     config.export.dtype = "float32"
