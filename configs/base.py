@@ -75,6 +75,11 @@ OPTIONS: dict[str, Option] = {
     "generate.max_new_tokens": Option(2048, "tokens: longest response", 1),
     "generate.slots": Option(64, "rows decoded at once", 1),
     "generate.prompts_per_part": Option(256, "prompts in one output file", 1),
+    "preferences.path": Option(
+        "",
+        "JSONL of conversations `chosen` and `rejected` to train on; empty: the responses that "
+        "generate made",
+    ),
     "preferences.max_tokens": Option(4096, "tokens: longest prompt with response", 2),
     "train.beta": Option(0.1, "weight of the distance to the reference in the DPO loss", 0),
     "train.epochs": Option(2, "times that every pair is seen", 1),

@@ -25,7 +25,7 @@ GROUPS = {
     "export": ("model", "mesh", "export"),
     "evaluate": ("seed", "model", "chat", "mesh", "haystack", "evaluate"),
 }
-PATHS = ("haystack.path", "haystack.needles", "prompts.path")
+PATHS = ("haystack.path", "haystack.needles", "prompts.path", "preferences.path")
 
 
 def load(spec: str, overrides: Sequence[str] = ()) -> ConfigDict:

@@ -61,6 +61,8 @@ def test_a_stage_is_started_as_shown(line, monkeypatch):
 
 
 def test_options_named_in_the_text_exist():
-    named = re.findall(r"`((?:heads|haystack|model)\.[a-z]+)`", (ROOT / "README.md").read_text())
-    assert {"heads.rule", "haystack.path", "model.path"} <= set(named)
+    named = re.findall(
+        r"`((?:heads|haystack|model|preferences)\.[a-z]+)`", (ROOT / "README.md").read_text()
+    )
+    assert {"heads.rule", "haystack.path", "model.path", "preferences.path"} <= set(named)
     assert set(named) - {"heads.json", "heads.png"} <= cfg.OPTIONS.keys()
