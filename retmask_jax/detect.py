@@ -125,7 +125,7 @@ def niah_trials(
     if grid.min_length > grid.max_length:
         raise UserError(f"{stage}.min_length {grid.min_length} is above {stage}.max_length")
     lengths = [round(x) for x in np.linspace(grid.min_length, grid.max_length, grid.lengths)]
-    depths = [round(x, 2) for x in np.linspace(0, 100, grid.depths)]
+    depths = [round(float(x), 2) for x in np.linspace(0, 100, grid.depths)]
     haystack = Haystack(text, chat.tokenizer.backend_tokenizer, max(lengths))
     trials: dict[tuple[int, ...], Trial] = {}
     duplicates, rejected = 0, Counter()
@@ -189,55 +189,6 @@ def _token_span(offsets: Iterable[tuple[int, int]], start: int, end: int) -> tup
     return int(inside[0]), int(inside[-1]) + 1
 
 
-def hits(
-    prompt_ids: np.ndarray, span: tuple[int, int], generated: np.ndarray, top: np.ndarray
-) -> np.ndarray:
-    """Finds the steps at which heads copy from the answer.
-
-    Args:
-        prompt_ids: i[T], the prompt.
-        span: tokens (start, end) of the answer in it.
-        generated: i[S], the token that each step generated.
-        top: i[S, L, N], the key position that each head attended to most at that step.
-
-    Returns:
-        i64[E, 4]: (step, layer, head, key position) of each hit, in this order.
-    """
-    prompt_ids, generated = np.asarray(prompt_ids), np.asarray(generated)
-    inside = (top >= span[0]) & (top < span[1])
-    step, layer, head = np.nonzero(inside)
-    position = top[step, layer, head]
-    same = prompt_ids[position] == generated[step]
-    return np.stack([step, layer, head, position], axis=-1)[same].astype(np.int64)
-
-
-def score_heads(
-    prompt_ids: np.ndarray,
-    span: tuple[int, int],
-    generated: np.ndarray,
-    top: np.ndarray,
-    *,
-    repeats: bool = False,
-) -> np.ndarray:
-    """Retrieval score of every head in one trial: the share of the answer's tokens it copied.
-
-    Args:
-        prompt_ids, span, generated, top: as for `hits`.
-        repeats: count every hit, so that a token copied twice counts twice and a score can exceed
-            1. This is how the scores published with the paper were made.
-
-    Returns:
-        f64[L, N].
-    """
-    found = hits(prompt_ids, span, generated, top)
-    if not repeats:
-        found = np.unique(found[:, 1:], axis=0)
-    layer, head = (found[:, 1], found[:, 2]) if repeats else (found[:, 0], found[:, 1])
-    scores = np.zeros(top.shape[1:])
-    np.add.at(scores, (layer, head), 1)
-    return scores / (span[1] - span[0])
-
-
 @functools.cache
 def _rouge() -> RougeScorer:
     return RougeScorer(["rouge1"], use_stemmer=True)
@@ -255,7 +206,7 @@ def passed(row: dict[str, Any], pass_recall: float) -> bool:
 
 def score(chat: Chat, trial: Trial, completion: Completion) -> dict[str, Any]:
     """Returns the row of a finished trial; "scores" has the heads that are not zero."""
-    scores = score_heads(trial.prompt_ids, trial.span, completion.tokens, completion.top)
+    scores = heads.score_heads(trial.prompt_ids, trial.span, completion.tokens, completion.top)
     response = chat.decode(completion.tokens)
     return {
         "id": trial.id,
@@ -282,8 +233,9 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     head_scores.json, heads.png, and heads.json last. Does nothing where heads.json is there.
 
     Raises:
-        UserError: no trial passed, no head reaches the threshold, or the trials differ from those
-            that the work directory was begun with.
+        UserError: no trial passed, no head reaches the threshold, a length that the model or the
+            question does not fit, or the trials differ from those that the work directory was
+            begun with.
     """
     folder = workdir.detect
     if (folder / "heads.json").exists():
@@ -293,15 +245,20 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     chat = Chat.load(source, date=config.chat.date)
     plan = niah_trials(config, chat)
     hold(plan, folder / "plan.json")
+    longest = max(len(trial.prompt_ids) for trial in plan.trials) + config.detect.max_new_tokens
+    if longest > source.config.max_position:
+        raise UserError(
+            f"detect.max_length and detect.max_new_tokens ask for {longest} tokens, "
+            f"but the model has {source.config.max_position} positions"
+        )
     missing = unfinished(plan.trials, folder / "parts")
     if missing:
-        mesh = make_mesh(config.mesh)
+        mesh = make_mesh(config.mesh, jax.local_devices())
         model = checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh)
-        longest = max(len(trial.prompt_ids) for trial in plan.trials)
         sampler = Sampler(
             model,
             slots=config.detect.slots,
-            max_length=longest + config.detect.max_new_tokens,
+            max_length=longest,
             max_new_tokens=config.detect.max_new_tokens,
             stop_ids=chat.stop_ids,
             report_top=True,

@@ -1,4 +1,4 @@
-"""Retrieval heads: their scores on disk, which of them are selected, and the mask made of them.
+"""Retrieval heads: how they score, which of them are selected, and the mask made of them.
 
 A score file is the format published with RetMask: one JSON object that maps "layer-head" to the
 scores of that head, one for each trial that counts, zeros included.
@@ -70,6 +70,55 @@ def parse_head(name: str) -> Head:
     if not (dash and layer.isdecimal() and head.isdecimal()):
         raise UserError(f"{name!r} is no head: write layer-head, such as 18-6")
     return int(layer), int(head)
+
+
+def hits(
+    prompt_ids: np.ndarray, span: tuple[int, int], generated: np.ndarray, top: np.ndarray
+) -> np.ndarray:
+    """Finds the steps at which heads copy from the answer.
+
+    Args:
+        prompt_ids: i[T], the prompt.
+        span: tokens (start, end) of the answer in it.
+        generated: i[S], the token that each step generated.
+        top: i[S, L, N], the key position that each head attended to most at that step.
+
+    Returns:
+        i64[E, 4]: (step, layer, head, key position) of each hit, in this order.
+    """
+    prompt_ids, generated = np.asarray(prompt_ids), np.asarray(generated)
+    inside = (top >= span[0]) & (top < span[1])
+    step, layer, head = np.nonzero(inside)
+    position = top[step, layer, head]
+    same = prompt_ids[position] == generated[step]
+    return np.stack([step, layer, head, position], axis=-1)[same].astype(np.int64)
+
+
+def score_heads(
+    prompt_ids: np.ndarray,
+    span: tuple[int, int],
+    generated: np.ndarray,
+    top: np.ndarray,
+    *,
+    repeats: bool = False,
+) -> np.ndarray:
+    """Retrieval score of every head in one trial: the share of the answer's tokens it copied.
+
+    Args:
+        prompt_ids, span, generated, top: as for `hits`.
+        repeats: count every hit, so that a token copied twice counts twice and a score can exceed
+            1. This is how the scores published with the paper were made.
+
+    Returns:
+        f64[L, N].
+    """
+    found = hits(prompt_ids, span, generated, top)
+    if not repeats:
+        found = np.unique(found[:, 1:], axis=0)
+    layer, head = (found[:, 1], found[:, 2]) if repeats else (found[:, 0], found[:, 1])
+    scores = np.zeros(top.shape[1:])
+    np.add.at(scores, (layer, head), 1)
+    return scores / (span[1] - span[0])
 
 
 def read_scores(path: PathLike) -> np.ndarray:

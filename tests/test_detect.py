@@ -18,7 +18,7 @@ import pytest
 from retmask_jax import detect, heads
 from retmask_jax.chat import Chat
 from retmask_jax.configs import base
-from retmask_jax.detect import Plan, niah_trials, score_heads
+from retmask_jax.detect import Plan, niah_trials
 from retmask_jax.errors import UserError
 from retmask_jax.sampler import Completion, Request, Sampler
 from retmask_jax.workdir import Workdir, parts, read_json, read_jsonl
@@ -36,52 +36,6 @@ def small_config(**changes: object):
     config.detect.max_new_tokens = 40
     config.update_from_flattened_dict(changes)
     return config
-
-
-# Scores
-
-
-def brute_force(prompt, span, generated, top, repeats) -> np.ndarray:
-    """The definition, word by word."""
-    scores = np.zeros(top.shape[1:])
-    for layer, head in np.ndindex(scores.shape):
-        copied = [
-            top[step, layer, head]
-            for step in range(len(generated))
-            if span[0] <= top[step, layer, head] < span[1]
-            and prompt[top[step, layer, head]] == generated[step]
-        ]
-        scores[layer, head] = len(copied if repeats else set(copied)) / (span[1] - span[0])
-    return scores
-
-
-def test_score_of_a_small_example():
-    prompt = [5, 6, 7, 8, 7, 9]
-    generated = [6, 7, 7, 8, 9]
-    top = np.array([1, 2, 2, 4, 7])[:, None, None]  # position 7 is a token generated earlier
-    assert score_heads(prompt, (1, 5), generated, top) == 0.5
-    assert score_heads(prompt, (1, 5), generated, top, repeats=True) == 0.75
-    assert score_heads(prompt, (2, 5), generated, top) == pytest.approx(1 / 3)
-    assert score_heads(prompt, (5, 6), generated, top) == 0
-
-
-@pytest.mark.parametrize("repeats", [False, True])
-def test_scores_follow_the_definition(repeats):
-    rng = np.random.default_rng(0)
-    for _ in range(20):
-        prompt = rng.integers(0, 6, 30)
-        generated = rng.integers(0, 6, 12)
-        top = rng.integers(0, 42, (12, 3, 5))
-        span = (8, 8 + int(rng.integers(1, 15)))
-        np.testing.assert_allclose(
-            score_heads(prompt, span, generated, top, repeats=repeats),
-            brute_force(prompt, span, generated, top, repeats),
-        )
-
-
-def test_no_steps_give_scores_of_zero():
-    top = np.zeros((0, 3, 5), np.int32)
-    np.testing.assert_array_equal(score_heads([1, 2], (0, 1), [], top), np.zeros((3, 5)))
 
 
 def test_recall_counts_stemmed_words():
@@ -187,6 +141,13 @@ def test_control_text_in_haystack_and_needle(smollm2_chat, tmp_path):
         assert trial.prompt_ids.count(turn_end) == 2  # the template's system turn and the user's
 
 
+def test_prompts_longer_than_the_model(stage, tmp_path):
+    with pytest.raises(
+        UserError, match=r"ask for 8\d\d\d tokens, but the model has 8192 positions"
+    ):
+        stage(tmp_path, Scripted(lambda i: True), **{"detect.max_length": 8190, "detect.depths": 1})
+
+
 def test_length_too_short_for_the_question(smollm2_chat):
     config = small_config(**{"detect.min_length": 50})
     with pytest.raises(UserError, match=r"detect\.min_length 50 is too short: a prompt without"):
@@ -274,7 +235,7 @@ def test_stage_writes_its_artefacts(stage, tmp_path):
     count = sum(row["passed"] for row in trials)
     scores = heads.read_scores(workdir.detect / "head_scores.json")
     assert scores.shape == (count, L, N)
-    assert (scores[:, 18, 6] == 1).all() and scores.sum() < count * 1.2
+    assert (scores[:, 18, 6] == 1).all() and scores.sum() < count * 1.3
 
     selection = read_json(workdir.detect / "heads.json")
     assert selection["heads"] == ["18-6"] and selection["k"] == 1 and selection["tau"] == 0.1
@@ -282,7 +243,7 @@ def test_stage_writes_its_artefacts(stage, tmp_path):
     assert selection["trials"] + selection["duplicates"] == 3 * 4 * 6
     assert selection["scores"]["18-6"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
     low, mean, high = (selection["scores"]["3-1"][key] for key in ("low", "mean", "high"))
-    assert 0 < low < mean < high < 0.1
+    assert 0 < low < mean < high < 0.2
     assert heads.read_selection(workdir).masked == [(18, 6)]
     assert (workdir.detect / "heads.png").read_bytes().startswith(b"\x89PNG")
 
@@ -414,7 +375,7 @@ def compared(smollm2) -> list[tuple[dict, Completion]]:
 
 
 def our_events(row: dict, completion: Completion) -> set[tuple[int, ...]]:
-    found = detect.hits(row["prompt_ids"], row["span"], completion.tokens, completion.top)
+    found = heads.hits(row["prompt_ids"], row["span"], completion.tokens, completion.top)
     return set(map(tuple, found.tolist()))
 
 
@@ -448,7 +409,7 @@ def test_head_means_equal_those_of_pytorch(compared):
     counted = [(row, done) for row, done in compared if row["counted"]]
     ours = np.mean(
         [
-            score_heads(row["prompt_ids"], row["span"], done.tokens, done.top, repeats=True)
+            heads.score_heads(row["prompt_ids"], row["span"], done.tokens, done.top, repeats=True)
             for row, done in counted
         ],
         axis=0,
