@@ -124,7 +124,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
 def from_the_middle(text: str) -> str:
     """Turns a text round so that it begins with the sentence in its middle."""
     ends = sentence_ends(text)
-    start = ends[len(ends) // 2] if ends else 0
+    start = ends[(len(ends) - 1) // 2] if ends else 0
     return f"{text[start:].strip()}\n\n{text[:start].strip()}".strip()
 
 
