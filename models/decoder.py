@@ -5,7 +5,6 @@ a caller picks.
 """
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -14,13 +13,11 @@ from flax import nnx
 
 from retmask_jax.models import attention
 from retmask_jax.models.config import SLIDING, DecoderConfig
+from retmask_jax.models.kernels import row_attention
 from retmask_jax.models.layers import rms_norm, rope_table, scale, weight
 from retmask_jax.models.partitioning import constrain
 
 CACHE_BLOCK = 128  # the length of a cache is a multiple of it
-
-# attend(q [B,T,N,H], k [B,T,K,H], v) -> output [B,T,N,H], top-attended position [B,T,N]
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 class KVCache(NamedTuple):
@@ -84,6 +81,7 @@ class Decoder(nnx.Module):
         gates: jax.Array | None = None,
         report_top: bool = False,
         remat: bool = False,
+        kernel: str = "blocks",
     ) -> Output:
         """Hidden states of a batch of rows.
 
@@ -99,6 +97,8 @@ class Decoder(nnx.Module):
             0 masks the head, 1 keeps it.
           report_top: also give, for each head, the key position with the largest probability.
           remat: recompute each layer in the backward pass instead of keeping its activations.
+          kernel: one of `kernels.KERNELS`, for rows without a cache; where each head looks is
+            always read from the blocks, whatever the kernel.
         """
         config, pattern = self.config, self.config.pattern
         tables = {
@@ -114,13 +114,13 @@ class Decoder(nnx.Module):
             for p, (layer_type, block) in enumerate(zip(pattern, blocks, strict=True)):
                 window = config.sliding_window if layer_type == SLIDING else None
                 store = None
-                if cache is None:
-                    attend = functools.partial(
-                        _attend_self, positions=positions, segments=segments, window=window
-                    )
-                else:
+                if cache is not None:
                     store = _Store(cache, rows, p, g, positions, segments, window)
                     attend = store.attend
+                elif report_top:
+                    attend = functools.partial(_attend_reporting, positions, segments, window)
+                else:
+                    attend = functools.partial(_attend, kernel, positions, segments, window)
                 x, top = block(x, tables[layer_type], attend, None if gate is None else gate[p])
                 cache = store.cache if store else None
                 tops.append(top)
@@ -155,14 +155,25 @@ class Decoder(nnx.Module):
         )
 
 
-def _attend_self(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    *,
+def _attend(
+    kernel: str,
     positions: jax.Array,
     segments: jax.Array,
     window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> tuple[jax.Array, None]:
+    return row_attention(kernel, q, k, v, positions, segments, window), None
+
+
+def _attend_reporting(
+    positions: jax.Array,
+    segments: jax.Array,
+    window: int | None,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     return attention.self_attention(q, k, v, positions, segments, window)
 

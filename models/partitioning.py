@@ -66,11 +66,18 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return x
+    return jax.lax.with_sharding_constraint(x, activation_spec(axes, x.shape, mesh))
+
+
+def activation_spec(
+    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | AbstractMesh
+) -> PartitionSpec:
+    """As `partition_spec`, but a dimension that its mesh axes do not divide stays whole."""
     spec = [
         names if (names := _mesh_axes(axis, mesh)) and size % _ways(names, mesh) == 0 else None
-        for axis, size in zip(axes, x.shape, strict=True)
+        for axis, size in zip(axes, shape, strict=True)
     ]
-    return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+    return PartitionSpec(*spec)
 
 
 def _mesh_axes(axis: str | None, mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
