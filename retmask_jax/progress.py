@@ -33,14 +33,15 @@ def progress(iterable: Iterable[T], total: int | None, label: str, unit: str = "
             yield item
             done += 1
             now = time.monotonic()
-            if now - last >= LOG_EVERY:
+            if now - last >= LOG_EVERY and done != total:
                 last = now
                 _log.info(_line(label, unit, done, total, now - start))
     _log.info(_line(label, unit, done, done, time.monotonic() - start))
 
 
 def _line(label: str, unit: str, done: int, total: int | None, seconds: float) -> str:
-    count = f"{label}: {done}" + (f"/{total}" if total else "") + f" {unit}s"
+    units = unit + ("es" if unit.endswith(("ch", "s")) else "s")
+    count = f"{label}: {done}" + (f"/{total}" if total else "") + f" {units}"
     rate = done / seconds if seconds else 0.0
     left = ""
     if total and done and done < total:

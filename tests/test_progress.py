@@ -9,13 +9,13 @@ def test_clock():
 
 
 def test_the_log_tells_how_far_it_is(monkeypatch, caplog):
-    times = iter([0.0, 10.0, 31.0, 40.0, 50.0])
+    times = iter([0.0, 10.0, 31.0, 90.0, 100.0])
     monkeypatch.setattr(module.time, "monotonic", lambda: next(times))
     with caplog.at_level(logging.INFO):
-        assert list(progress("abc", 3, "detect", "trial")) == ["a", "b", "c"]
+        assert list(progress("abc", 3, "detect", "batch")) == ["a", "b", "c"]
     assert caplog.messages == [
-        "detect: 2/3 trials in 31s (0.06 trial/s), 16s left",
-        "detect: 3/3 trials in 50s (0.06 trial/s)",
+        "detect: 2/3 batches in 31s (0.06 batch/s), 16s left",
+        "detect: 3/3 batches in 1m40s (0.03 batch/s)",
     ]
 
 
