@@ -47,7 +47,7 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     default = tuple(FULL if i % 4 == 3 else SLIDING for i in range(common["n_layers"]))
     full = hf_rope(hf, "full_attention")
     if isinstance((hf.get("rope_parameters") or {}).get("sliding_attention"), Mapping):
-        sliding = hf_rope(hf, "sliding_attention")
+        sliding = hf_rope({**hf, "rope_scaling": None}, "sliding_attention")
     else:
         sliding = RopeConfig("default", full.theta)
     return DecoderConfig(

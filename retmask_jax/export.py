@@ -258,22 +258,31 @@ def _text_files(
 def _config_changes(source: Source, dtype: str | None) -> dict[str, Any]:
     """What `config.json` must say otherwise than the source's; nothing, as a rule.
 
-    The dtype, if it is stored in another than the source says; and RoPE in the form that
-    transformers 4 reads, if the source has only that of transformers 5, which version 4 would
-    pass over in silence. Version 5 reads both forms.
+    The dtype, if it is stored in another than the source says; and RoPE in a form that
+    transformers 4 and 5 both read. Version 4 passes over `rope_parameters` in silence; version 5,
+    for a family that has other parameters in its sliding layers, over parameters that are not
+    nested by layer type and over a kind that is called `type`.
     """
     config, changes = source.hf_config, {}
     stated, stored = config.get("dtype", config.get("torch_dtype")), dtype or source.dtype
     if stated != stored and (stated is not None or stored != source.dtype):
         keys = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
         changes |= dict.fromkeys(keys, stored)
-    rope = config.get("rope_parameters") or {}
+    return changes | _rope_changes(source)
+
+
+def _rope_changes(source: Source) -> dict[str, Any]:
+    config, changes = source.hf_config, {}
+    rope, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if source.config.sliding_rope and rope and "full_attention" not in rope:
+        plain = {"rope_type": "default", "rope_theta": source.config.sliding_rope.theta}
+        changes["rope_parameters"] = {"full_attention": rope, "sliding_attention": plain}
     rope = rope.get("full_attention", rope)
     if rope.get("rope_theta") is not None and config.get("rope_theta") is None:
         changes["rope_theta"] = rope["rope_theta"]
-    scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
-    if scaled and not config.get("rope_scaling"):
-        changes["rope_scaling"] = {k: v for k, v in rope.items() if k != "rope_theta"}
+    if source.config.rope.kind != "default" and "rope_type" not in scaling:
+        numbers = scaling or {k: v for k, v in rope.items() if k != "rope_theta"}
+        changes["rope_scaling"] = {"rope_type": source.config.rope.kind, **numbers}
     return changes
 
 
