@@ -17,6 +17,7 @@ from retmask_jax import mesh as meshes
 from retmask_jax.batches import Batch
 from retmask_jax.logprobs import reply_logprobs
 from retmask_jax.models.decoder import Decoder, parameters
+from retmask_jax.models.kernels import kernel_of
 from retmask_jax.models.layers import Scale
 
 Params = dict[str, jax.Array]  # the weights by path, as `parameters` names them
@@ -146,6 +147,12 @@ def batch_shardings(mesh: Mesh) -> Batch:
     return Batch(rows, rows, rows, rows, NamedSharding(mesh, PartitionSpec()))
 
 
+def _model_options(train: ConfigDict, dtype: jnp.dtype, mesh: Mesh) -> dict[str, Any]:
+    """How `reply_logprobs` runs, in a step and for the reference alike."""
+    kernel = kernel_of(mesh.devices.flat[0].platform)
+    return {"dtype": dtype, "chunk": train.head_chunk, "remat": train.remat, "kernel": kernel}
+
+
 def make_step(
     like: Decoder,
     tx: optax.GradientTransformation,
@@ -170,7 +177,7 @@ def make_step(
         dtype: of the computation.
         mesh: must be set (`jax.set_mesh`) when the step is called.
     """
-    options = {"dtype": dtype, "chunk": train.head_chunk, "remat": train.remat}
+    options = _model_options(train, dtype, mesh)
     placed = state_shardings(like, tx, mesh)
     learning_rate = schedule(train, n_steps)
 
@@ -230,7 +237,7 @@ def make_logprobs(
     like: Decoder, train: ConfigDict, dtype: jnp.dtype, mesh: Mesh
 ) -> Callable[[Params, Batch], jax.Array]:
     """Compiles (once a bucket) the summed log-probs f32 [A, R] of a batch, as a step sees them."""
-    options = {"dtype": dtype, "chunk": train.head_chunk, "remat": train.remat}
+    options = _model_options(train, dtype, mesh)
 
     def logprobs(params: Params, batch: Batch) -> jax.Array:
         def one(_: None, micro: Batch) -> tuple[None, jax.Array]:

@@ -19,6 +19,7 @@ def reply_logprobs(
     dtype: jnp.dtype,
     chunk: int,
     remat: bool = False,
+    kernel: str = "blocks",
 ) -> jax.Array:
     """Log-prob of each token of each row's reply; what is scored follows from lengths alone.
 
@@ -29,14 +30,15 @@ def reply_logprobs(
         lengths: i32 [R], prompt and reply.
         dtype: of the computation.
         chunk: see `token_logprobs`.
-        remat: see `Decoder`.
+        remat, kernel: see `Decoder`.
 
     Returns:
         f32 [R, T]: at t the log-prob of token t + 1, 0 unless prompt_length <= t + 1 < length.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
-    hidden = cast(model, dtype)(tokens, positions, segments, remat=remat).hidden
+    decoder = cast(model, dtype)
+    hidden = decoder(tokens, positions, segments, remat=remat, kernel=kernel).hidden
     targets = jnp.roll(tokens, -1, axis=1)
     following = positions + 1
     scored = (following >= prompt_lengths[:, None]) & (following < lengths[:, None])

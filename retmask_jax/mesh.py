@@ -3,7 +3,9 @@
 import math
 
 import jax
+import numpy as np
 from flax import nnx
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -41,16 +43,36 @@ def mesh_shape(config: ConfigDict, n_devices: int) -> dict[str, int]:
 def make_mesh(config: ConfigDict, devices: list[jax.Device] | None = None) -> Mesh:
     """The mesh of the section `mesh` of the configuration over `devices` (default: all).
 
+    On several TPU slices, `data` runs across the slices, over the data-centre network, and every
+    other axis stays inside one.
+
     Raises:
-      UserError: see `mesh_shape`.
+      UserError: see `mesh_shape`; or the slices do not divide `data`.
     """
     devices = devices if devices is not None else jax.devices()
     shape = mesh_shape(config, len(devices))
-    return jax.make_mesh(
-        tuple(shape.values()),
-        tuple(shape),
-        axis_types=(AxisType.Auto,) * len(shape),
-        devices=devices,
+    axis_types = (AxisType.Auto,) * len(AXES)
+    return Mesh(_grid(shape, devices), AXES, axis_types=axis_types)
+
+
+def _grid(shape: dict[str, int], devices: list[jax.Device]) -> np.ndarray:
+    """The devices in the order in which neighbours on the mesh are near one another."""
+    sizes = tuple(shape.values())
+    if devices[0].platform != "tpu":
+        return mesh_utils.create_device_mesh(sizes, devices)
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    if slices == 1:
+        return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+    if shape["data"] % slices:
+        raise UserError(
+            f"mesh data={shape['data']} is not a multiple of the {slices} slices that it runs "
+            f"across; set --config.mesh.data={slices}"
+        )
+    return mesh_utils.create_hybrid_device_mesh(
+        (sizes[0] // slices, *sizes[1:]),
+        (slices, *(1 for _ in sizes[1:])),
+        devices,
+        allow_split_physical_axes=True,
     )
 
 
