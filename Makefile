@@ -30,9 +30,13 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Of these packages only the tokenizer files inside are wanted.
+VOCABULARIES := 'llama-models==0.3.0' 'dashscope==2.0.2'
+
 $(VENV)/.test: $(VENV)/.quickstart
 	@echo "installing what the tests need"
 	@$(PIP) --editable '.[test]'
+	@$(PIP) --no-deps $(VOCABULARIES)
 	@touch $@
 
 $(VENV)/.quick: $(VENV)/.quickstart
