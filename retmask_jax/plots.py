@@ -105,7 +105,7 @@ def niah_heatmap(
     share = np.full(counts.shape, np.nan)
     np.divide(100 * np.asarray(passed, float).T, counts, out=share, where=counts > 0)
 
-    figure = Figure(figsize=(7.2, 4.2), layout="tight")
+    figure = Figure(figsize=(7.2, 1.6 + 0.35 * min(len(depths), 10)), layout="tight")
     axes = figure.subplots()
     axes.set_facecolor("0.85")
     image = axes.imshow(share, cmap="viridis", vmin=0, vmax=100, aspect="auto")

@@ -7,6 +7,7 @@ written yet is said to be missing.
 import base64
 import json
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -90,6 +91,7 @@ def render(config: ConfigDict, workdir: Workdir) -> str:
         pass_recall=frozen["detect"]["pass_recall"],
         training=_training(workdir),
         samples=_samples(workdir),
+        pairs_path=frozen["preferences"]["path"],
         config=json.dumps(frozen, indent=2, ensure_ascii=False),
     )
 
@@ -112,11 +114,11 @@ def _accuracy(workdir: Workdir) -> Table:
         return _missing(title, "evaluate")
     rows = [
         (
-            name,
-            str(len(found["masked"])),
+            re.sub(r"retrieval|random(?=-)", r"\g<0>-masked", name),
             _percent(found["accuracy"]),
             " – ".join(map(_percent, found["interval"])),
             f"{found['passed']} of {found['trials']}",
+            str(len(found["masked"])),
             f"{found['mean_recall']:.3f}",
             str(found["cut"]),
         )
@@ -124,7 +126,7 @@ def _accuracy(workdir: Workdir) -> Table:
     ]
     if "trained" not in summary["policies"]:
         rows.append(("trained", "not yet: retmask train, then evaluate", *[""] * 5))
-    header = ("model", "heads masked", "accuracy", "95% interval", "passed", "mean recall", "cut")
+    header = ("model", "accuracy", "95% interval", "passed", "heads masked", "mean recall", "cut")
     return Table(title, header, rows)
 
 
@@ -154,7 +156,11 @@ def _pairs(workdir: Workdir) -> Table:
     dropped = {reason: n for reason, n in found["dropped"].items() if n}
     why = ", ".join(f"{n:,} {reason.replace('_', ' ')}" for reason, n in dropped.items())
     cut = ", ".join(f"{n:,} {side}" for side, n in found["cut"].items())
-    rows = [
+    rows = []
+    if answered := _read(workdir.generate / "summary.json"):
+        too_long = answered["too_long"]["count"]
+        rows.append(("prompts", f"{answered['sampled']:,} answered, {too_long:,} too long"))
+    rows += [
         ("kept", f"{found['pairs']:,}"),
         ("dropped", f"{sum(dropped.values()):,}" + (f" ({why})" if why else "")),
         ("cut at the limit", cut),
@@ -171,7 +177,7 @@ def _steps(workdir: Workdir) -> Table:
     ends = measured[0], measured[-1]
     rows = [
         ("loss", *(f"{row['loss']:.4f}" for row in ends)),
-        ("reward margin", *(f"{row['rewards/margins']:+.4f}" for row in ends)),
+        ("reward margin", *(f"{row['rewards/margins']:.4g}" for row in ends)),
         ("pairs ranked right", *(_percent(row["rewards/accuracies"]) for row in ends)),
     ]
     if skipped := metrics[-1]["skipped"]:

@@ -72,6 +72,8 @@ def add_generate(workdir: Workdir) -> None:
     write_part(workdir.generate, 0, 2, same)
     rows = [row("a", "retrieval", "bad" + EVIL, "length"), row("a", "base", "good" + EVIL)]
     write_part(workdir.generate, 1, 2, rows)
+    summary = {"sampled": 1236, "too_long": {"count": 2}}
+    write_json(workdir.generate / "summary.json", summary)
 
 
 def add_train(workdir: Workdir) -> None:
@@ -125,18 +127,19 @@ def words(text: str) -> list[str]:
 def test_final_table_says_what_came_out(full):
     lines = words(report.final_table(full))
     for line in (
-        "base 0 100.0% 34.2% – 100.0% 2 of 2 0.800 0",
-        "retrieval 0 0.0% 0.0% – 65.8% 0 of 2 0.200 0",
-        "random-1 0 100.0% 34.2% – 100.0% 2 of 2 0.800 0",
-        "trained 0 100.0% 34.2% – 100.0% 2 of 2 0.800 0",
+        "base 100.0% 34.2% – 100.0% 2 of 2 0 0.800 0",
+        "retrieval-masked 0.0% 0.0% – 65.8% 0 of 2 0 0.200 0",
+        "random-masked-1 100.0% 34.2% – 100.0% 2 of 2 0 0.800 0",
+        "trained 100.0% 34.2% – 100.0% 2 of 2 0 0.800 0",
         "selected 2 of 6 (33.3%), score of at least 0.4",
         "trials passed 9 of 12",
+        "prompts 1,236 answered, 2 too long",
         "kept 1,234",
         "dropped 4 (3 identical, 1 missing side)",
         "cut at the limit 5 chosen, 7 rejected",
         "step 1 step 3",
         "loss 0.6931 0.5000",
-        "reward margin +0.0069 +0.2000",
+        "reward margin 0.0069 0.2",
         "report report.html",
         f"Work directory: {full.root}",
     ):
@@ -224,6 +227,13 @@ def test_samples_are_pairs_that_differ(tmp_path, config):
     assert "just the same" not in html
     assert re.search(r"chosen</b><br>good&lt;", html)
     assert re.search(r"rejected</b> \(cut at the limit\)<br>bad&lt;", html)
+
+
+def test_pairs_from_elsewhere_are_named(tmp_path, config):
+    config.preferences.path = f"/pairs/{EVIL}.jsonl"
+    html = report.render(config, Workdir(tmp_path))
+    assert "The pairs are those of <code>/pairs/&lt;script&gt;" in html
+    assert "<code>generate</code>" not in html
 
 
 def test_top_heads_have_intervals(tmp_path, config):
