@@ -1,7 +1,7 @@
 # make quickstart   the whole flow on a small real model, in minutes (WORKDIR=…, ARGS='--config.…')
 # make test         lint and all tests
 # make quick        the tests that are short and need no PyTorch
-# make lint         ruff alone
+# make lint         ruff and shellcheck alone
 # Each makes what it needs in VENV with the first Python >= 3.11 it finds, or PYTHON=….
 
 VENV ?= .venv
@@ -10,6 +10,7 @@ ARGS ?=
 PYTHON ?=
 
 BIN := $(VENV)/bin
+SHELL_SCRIPTS := launch/*.sh tests/benchmarks/*.sh
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 .PHONY: quickstart test quick lint
@@ -21,6 +22,7 @@ quickstart: $(VENV)/.quickstart
 test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 	$(BIN)/python -m pytest
 
 quick: $(VENV)/.quick
@@ -29,6 +31,7 @@ quick: $(VENV)/.quick
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck $(SHELL_SCRIPTS)
 
 # Of these packages only the tokenizer files inside are wanted.
 VOCABULARIES := 'llama-models==0.3.0' 'dashscope==2.0.2'
