@@ -64,7 +64,7 @@ def self_attention(
 
     Returns:
       The output [B, T, N, H] in q's dtype, and the top-attended key position int32 [B, T, N]
-      (-1 where a query sees no key), which costs nothing where it is not used.
+      (-1 where a query sees no key).
     """
     swept = _self_sweep(q, k, v, positions, segments, window)
     return _ungroup(swept.out).astype(q.dtype), _ungroup(swept.top)

@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -25,17 +25,15 @@ from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
 from retmask_jax.haystack import Haystack, Needle, read_haystack, read_needles
 from retmask_jax.mesh import make_mesh
-from retmask_jax.progress import progress
+from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.sampler import Completion, Request, Sampler
 from retmask_jax.workdir import (
     Workdir,
     atomic_write,
     dump_row,
-    part_path,
     read_json,
     read_parts,
     write_json,
-    write_part,
 )
 
 PART_TRIALS = 16  # trials in one output file: what a kill can lose
@@ -251,7 +249,8 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
             f"detect.max_length and detect.max_new_tokens ask for {longest} tokens, "
             f"but the model has {source.config.max_position} positions"
         )
-    missing = unfinished(plan.trials, folder / "parts")
+    slices = cut(plan.trials, PART_TRIALS)
+    missing = unfinished(folder / "parts", len(slices))[::-1]  # the longest trials first
     if missing:
         mesh = make_mesh(config.mesh, jax.local_devices())
         model = checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh)
@@ -265,8 +264,22 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
             prefill_chunk=config.detect.prefill_chunk,
             mesh=mesh,
         )
-        with jax.set_mesh(mesh):
-            complete(plan.trials, missing, chat, sampler, folder / "parts")
+
+        def jobs(i: int) -> list[Job]:
+            return [
+                Job(Request(trial.id, trial.prompt_ids), functools.partial(score, chat, trial))
+                for trial in slices[i]
+            ]
+
+        complete(
+            folder / "parts",
+            len(slices),
+            ((i, jobs(i)) for i in missing),
+            sampler,
+            n_rows=sum(len(slices[i]) for i in missing),
+            label="detect",
+            unit="trial",
+        )
     multihost_utils.sync_global_devices("detect: all parts written")
     if jax.process_index() == 0:
         shape = (source.config.n_layers, source.config.n_heads)
@@ -284,38 +297,6 @@ def hold(plan: Plan, path: Any) -> None:
             f"{path}: this work directory was begun with other trials (the haystack, the needles, "
             "the tokenizer or the version of Python has changed since); use another --workdir"
         )
-
-
-def _parts(trials: tuple[Trial, ...]) -> list[tuple[Trial, ...]]:
-    return [trials[i : i + PART_TRIALS] for i in range(0, len(trials), PART_TRIALS)]
-
-
-def unfinished(trials: tuple[Trial, ...], folder: Any) -> list[int]:
-    """Returns the parts that this process has yet to write, the longest trials first.
-
-    Part i belongs to process i % jax.process_count().
-    """
-    total = len(_parts(trials))
-    mine = range(jax.process_index(), total, jax.process_count())
-    return [i for i in reversed(mine) if not part_path(folder, i, total).exists()]
-
-
-def complete(
-    trials: tuple[Trial, ...], missing: list[int], chat: Chat, sampler: Sampler, folder: Any
-) -> None:
-    """Runs the trials of the missing parts as one stream; writes each part once it is whole."""
-    parts = _parts(trials)
-    part_of = {trial.id: (i, trial) for i in missing for trial in parts[i]}
-    rows: dict[int, dict[str, dict]] = {i: {} for i in missing}
-    requests: Iterator[Request] = (
-        Request(id=trial.id, tokens=trial.prompt_ids) for _, trial in part_of.values()
-    )
-    for completion in progress(sampler(requests), len(part_of), "detect", "trial"):
-        i, trial = part_of[completion.id]
-        rows[i][trial.id] = score(chat, trial, completion)
-        if len(rows[i]) == len(parts[i]):
-            done = rows.pop(i)
-            write_part(folder, i, len(parts), [done[trial.id] for trial in parts[i]])
 
 
 def assemble(config: ConfigDict, folder: Any, plan: Plan, shape: tuple[int, int]) -> None:

@@ -7,7 +7,7 @@ haystack is read from the sentence in its middle on, and what comes before that 
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from retmask_jax import checkpoint_io, detect, heads, plots, train
@@ -27,17 +28,15 @@ from retmask_jax.haystack import read_haystack, sentence_ends
 from retmask_jax.heads import HeadMask
 from retmask_jax.mesh import make_mesh
 from retmask_jax.models.decoder import Decoder
-from retmask_jax.progress import progress
+from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
 from retmask_jax.workdir import (
     PathLike,
     Workdir,
     atomic_write,
-    part_path,
     read_json,
     read_parts,
     write_json,
-    write_part,
 )
 
 PART_TRIALS = 8  # trials in one output file, each under every policy: what a kill can lose
@@ -100,25 +99,58 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     else:
         _log.warning("evaluate: no trained weights yet; run train, then evaluate again")
     for group in groups:
-        if missing := unfinished(plan.trials, folder / group.name):
-            with jax.set_mesh(mesh):
-                sampler = Sampler(
-                    group.load(),
-                    bank=np.stack([mask.array for mask in group.masks.values()]),
-                    slots=config.evaluate.slots,
-                    max_length=longest,
-                    max_new_tokens=config.evaluate.max_new_tokens,
-                    stop_ids=chat.stop_ids,
-                    prefill_chunk=config.detect.prefill_chunk,
-                    mesh=mesh,
-                )
-                score = partial(row, chat, config.chat.thinking_evaluate)
-                names = list(group.masks)
-                complete(plan.trials, missing, names, sampler, score, folder / group.name)
+        _answer(config, group, plan.trials, chat, longest, mesh, folder / group.name)
     multihost_utils.sync_global_devices("evaluate: all parts written")
     if jax.process_index() == 0:
         assemble(config, folder, groups)
     multihost_utils.sync_global_devices("evaluate: assembled")
+
+
+def _answer(
+    config: ConfigDict,
+    group: Group,
+    trials: Sequence[Trial],
+    chat: Chat,
+    longest: int,
+    mesh: Mesh,
+    folder: epath.Path,
+) -> None:
+    """Asks the trials of the parts that are missing under every policy of a group."""
+    slices = cut(trials, PART_TRIALS)
+    missing = unfinished(folder, len(slices))[::-1]  # the longest trials first
+    if not missing:
+        return
+    sampler = Sampler(
+        group.load(),
+        bank=np.stack([mask.array for mask in group.masks.values()]),
+        slots=config.evaluate.slots,
+        max_length=longest,
+        max_new_tokens=config.evaluate.max_new_tokens,
+        stop_ids=chat.stop_ids,
+        prefill_chunk=config.detect.prefill_chunk,
+        mesh=mesh,
+    )
+    thinking = config.chat.thinking_evaluate
+
+    def jobs(i: int) -> list[Job]:
+        return [
+            Job(
+                Request(f"{trial.id}/{policy}", trial.prompt_ids, policy=number),
+                partial(row, chat, thinking, trial, policy),
+            )
+            for trial in slices[i]
+            for number, policy in enumerate(group.masks)
+        ]
+
+    complete(
+        folder,
+        len(slices),
+        ((i, jobs(i)) for i in missing),
+        sampler,
+        n_rows=sum(len(slices[i]) for i in missing) * len(group.masks),
+        label=f"evaluate {group.name}",
+        unit="answer",
+    )
 
 
 def from_the_middle(text: str) -> str:
@@ -142,59 +174,6 @@ def initial_masks(selected: HeadMask, random_seeds: int, seed: int) -> dict[str,
         drawn = heads.random_heads(*shape, len(selected.masked), own_seed)
         masks[f"random-{i}"] = HeadMask.from_heads(*shape, drawn)
     return masks
-
-
-def _parts(trials: Sequence[Trial]) -> list[Sequence[Trial]]:
-    return [trials[i : i + PART_TRIALS] for i in range(0, len(trials), PART_TRIALS)]
-
-
-def unfinished(trials: Sequence[Trial], folder: PathLike) -> list[int]:
-    """Returns the parts that this process has yet to write, the longest trials first.
-
-    Part i belongs to process i % jax.process_count().
-    """
-    total = len(_parts(trials))
-    mine = range(jax.process_index(), total, jax.process_count())
-    return [i for i in reversed(mine) if not part_path(folder, i, total).exists()]
-
-
-def complete(
-    trials: Sequence[Trial],
-    missing: Sequence[int],
-    policies: Sequence[str],
-    sampler: Callable[[Iterator[Request]], Iterator[Completion]],
-    score: Callable[[Trial, str, Completion], dict],
-    folder: PathLike,
-) -> None:
-    """Asks the missing parts' trials as one stream; writes each part once it is whole.
-
-    Args:
-        trials: all of them.
-        missing: indices of parts.
-        policies: names, in the order of the sampler's bank.
-        sampler: as `Sampler`.
-        score: makes the row of a trial's completion under a policy.
-        folder: where the parts go.
-    """
-    parts = _parts(trials)
-    label = f"evaluate {epath.Path(folder).name}"
-    asked = {
-        f"{trial.id}/{policy}": (i, trial, policy)
-        for i in missing
-        for trial in parts[i]
-        for policy in policies
-    }
-    rows: dict[int, dict[str, dict]] = {i: {} for i in missing}
-    requests = (
-        Request(id=name, tokens=trial.prompt_ids, policy=policies.index(policy))
-        for name, (_, trial, policy) in asked.items()
-    )
-    for completion in progress(sampler(requests), len(asked), label, "answer"):
-        i, trial, policy = asked[completion.id]
-        rows[i][completion.id] = score(trial, policy, completion)
-        if len(rows[i]) == len(parts[i]) * len(policies):
-            done = rows.pop(i)
-            write_part(folder, i, len(parts), [done[name] for name in asked if name in done])
 
 
 def row(

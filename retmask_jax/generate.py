@@ -7,7 +7,7 @@ order; a part is on disk whole or not at all, and parts that are there are not s
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ from retmask_jax import checkpoint_io, heads
 from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
 from retmask_jax.mesh import make_mesh
-from retmask_jax.progress import progress
+from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.prompts import Prompt, read_prompts
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
 from retmask_jax.workdir import (
@@ -29,75 +29,11 @@ from retmask_jax.workdir import (
     parts,
     read_part,
     write_json,
-    write_part,
 )
 
 POLICIES = ("base", "retrieval")  # in the order of the sampler's bank of masks
 
 _log = logging.getLogger("retmask")
-
-
-@dataclass
-class Parts:
-    """The prompts of a run in parts, and the rows of those that are being sampled.
-
-    Attributes:
-        folder: where the parts go.
-        slices: the prompts of each part.
-        chat: encodes the prompts and decodes the completions.
-        config: the `generate` section.
-        thinking: whether the model shall reason before it answers.
-        seed: of the run; see `request_seed`.
-    """
-
-    folder: PathLike
-    slices: Sequence[Sequence[Prompt]]
-    chat: Chat
-    config: ConfigDict
-    thinking: bool
-    seed: int
-    _rows: dict[int, list[dict]] = field(default_factory=dict)
-    _sampling: dict[str, tuple[int, dict]] = field(default_factory=dict)
-    _left: Counter = field(default_factory=Counter)
-
-    def requests(self, indices: Sequence[int]) -> Iterator[Request]:
-        """Yields the requests of these parts; prompts that are too long have none."""
-        for index in indices:
-            requests = [r for prompt in self.slices[index] for r in self._open(index, prompt)]
-            if not requests:
-                write_part(self.folder, index, len(self.slices), [])
-            yield from requests
-
-    def close(self, completion: Completion) -> None:
-        """Takes a completion, and writes its part when that was the last one missing."""
-        index, row = self._sampling.pop(completion.id)
-        row |= response(completion, self.chat, thinking=self.thinking)
-        self._left[index] -= 1
-        if not self._left[index]:
-            write_part(self.folder, index, len(self.slices), self._rows.pop(index))
-
-    def _open(self, index: int, prompt: Prompt) -> Iterator[Request]:
-        try:
-            ids = self.chat.encode(prompt.messages, thinking=self.thinking)
-        except UserError as error:
-            raise UserError(f"prompt {prompt.id!r}: {error}") from None
-        if len(ids) > self.config.max_prompt_tokens:
-            return
-        for policy, name in enumerate(POLICIES):
-            for sample in range(self.config.samples):
-                row = {
-                    "id": prompt.id,
-                    "messages": list(prompt.messages),
-                    "policy": name,
-                    "sample": sample,
-                    "prompt_ids": list(ids),
-                }
-                request_id = f"{prompt.id}/{name}/{sample}"
-                self._sampling[request_id] = index, row
-                self._rows.setdefault(index, []).append(row)
-                self._left[index] += 1
-                seed = request_seed(self.seed, prompt.id, name, sample)
-                yield Request(id=request_id, tokens=ids, policy=policy, seed=seed)
 
 
 def response(completion: Completion, chat: Chat, *, thinking: bool) -> dict[str, Any]:
@@ -127,12 +63,8 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         UserError: no head is selected yet, the prompts are unusable or not those of the parts on
             disk, all are too long, or the model is too short for the lengths asked for.
     """
-    options = config.generate
     prompts, counts = read_prompts(config.prompts.path, config.prompts.limit)
-    slices = [
-        prompts[start : start + options.prompts_per_part]
-        for start in range(0, len(prompts), options.prompts_per_part)
-    ]
+    slices = cut(prompts, config.generate.prompts_per_part)
     folder = workdir.generate
     strangers = set(parts(folder)) - {part_path(folder, i, len(slices)) for i in range(len(slices))}
     if strangers:
@@ -142,25 +74,19 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         return
     source = checkpoint_io.open_source(config.model.path)
     chat = Chat.load(source, date=config.chat.date)
-    work = Parts(folder, slices, chat, options, config.chat.thinking_generate, config.seed)
-    todo = [
-        index
-        for index in range(len(slices))
-        if index % jax.process_count() == jax.process_index()
-        and not part_path(folder, index, len(slices)).exists()
-    ]
-    if todo:
-        _sample(config, workdir, source, work, todo)
+    if todo := unfinished(folder, len(slices)):
+        _sample(config, workdir, source, chat, slices, todo)
     multihost_utils.sync_global_devices("generate: all parts written")
     if jax.process_index() == 0:
-        write_json(folder / "summary.json", _summary(work, counts))
+        write_json(folder / "summary.json", _summary(config, folder, chat, slices, counts))
 
 
 def _sample(
     config: ConfigDict,
     workdir: Workdir,
     source: checkpoint_io.Source,
-    work: Parts,
+    chat: Chat,
+    slices: Sequence[Sequence[Prompt]],
     todo: Sequence[int],
 ) -> None:
     options = config.generate
@@ -172,31 +98,68 @@ def _sample(
         )
     keep = heads.read_selection(workdir).array
     mesh = make_mesh(config.mesh, jax.local_devices())
-    with jax.set_mesh(mesh):
-        model = checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh)
-        sampler = Sampler(
-            model,
-            bank=np.stack([np.ones_like(keep), keep]),
-            slots=options.slots,
-            max_length=length,
-            max_new_tokens=options.max_new_tokens,
-            temperature=options.temperature,
-            top_p=options.top_p,
-            stop_ids=work.chat.stop_ids,
-            mesh=mesh,
-        )
-        total = sum(len(work.slices[i]) for i in todo) * len(POLICIES) * options.samples
-        for completion in progress(sampler(work.requests(todo)), total, "generate", "response"):
-            work.close(completion)
+    sampler = Sampler(
+        checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh),
+        bank=np.stack([np.ones_like(keep), keep]),
+        slots=options.slots,
+        max_length=length,
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_p=options.top_p,
+        stop_ids=chat.stop_ids,
+        mesh=mesh,
+    )
+    complete(
+        workdir.generate,
+        len(slices),
+        ((i, [job for prompt in slices[i] for job in _jobs(config, chat, prompt)]) for i in todo),
+        sampler,
+        n_rows=sum(len(slices[i]) for i in todo) * len(POLICIES) * options.samples,
+        label="generate",
+        unit="response",
+    )
 
 
-def _summary(work: Parts, counts: Mapping[str, int]) -> dict[str, Any]:
+def _jobs(config: ConfigDict, chat: Chat, prompt: Prompt) -> Iterator[Job]:
+    """The rows of a prompt: every policy and sample, or none if it is too long."""
+    thinking = config.chat.thinking_generate
+    try:
+        ids = chat.encode(prompt.messages, thinking=thinking)
+    except UserError as error:
+        raise UserError(f"prompt {prompt.id!r}: {error}") from None
+    if len(ids) > config.generate.max_prompt_tokens:
+        return
+    for policy, name in enumerate(POLICIES):
+        for sample in range(config.generate.samples):
+            row = {
+                "id": prompt.id,
+                "messages": list(prompt.messages),
+                "policy": name,
+                "sample": sample,
+                "prompt_ids": list(ids),
+            }
+            seed = request_seed(config.seed, prompt.id, name, sample)
+            request = Request(f"{prompt.id}/{name}/{sample}", ids, policy=policy, seed=seed)
+            yield Job(request, partial(_row, row, chat, thinking))
+
+
+def _row(row: dict, chat: Chat, thinking: bool, completion: Completion) -> dict:
+    return row | response(completion, chat, thinking=thinking)
+
+
+def _summary(
+    config: ConfigDict,
+    folder: PathLike,
+    chat: Chat,
+    slices: Sequence[Sequence[Prompt]],
+    counts: Mapping[str, int],
+) -> dict[str, Any]:
     """Counts what all parts hold; a prompt that has no response was too long."""
     too_long: list[str] = []
     finished = {name: Counter(stop=0, length=0) for name in POLICIES}
     tokens = Counter(dict.fromkeys(POLICIES, 0))
-    for index, prompts in enumerate(work.slices):
-        path = part_path(work.folder, index, len(work.slices))
+    for index, prompts in enumerate(slices):
+        path = part_path(folder, index, len(slices))
         rows = read_part(path)
         found = {row["id"] for row in rows}
         if not found <= {prompt.id for prompt in prompts}:
@@ -208,19 +171,19 @@ def _summary(work: Parts, counts: Mapping[str, int]) -> dict[str, Any]:
     if len(too_long) == counts["kept"]:
         raise UserError(
             f"all {len(too_long)} prompts are longer than generate.max_prompt_tokens "
-            f"({work.config.max_prompt_tokens})"
+            f"({config.generate.max_prompt_tokens})"
         )
     return {
         "prompts": dict(counts),
         "sampled": counts["kept"] - len(too_long),
         "too_long": {
-            "limit": work.config.max_prompt_tokens,
+            "limit": config.generate.max_prompt_tokens,
             "count": len(too_long),
             "ids": too_long,
         },
         "finish_reasons": {name: dict(finished[name]) for name in POLICIES},
         "sampled_tokens": dict(tokens),
-        "date": work.chat.date,
-        "thinking": work.thinking,
-        "stop_ids": list(work.chat.stop_ids),
+        "date": chat.date,
+        "thinking": config.chat.thinking_generate,
+        "stop_ids": list(chat.stop_ids),
     }

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from retmask_jax.models.config import DecoderConfig
 from retmask_jax.models.decoder import Decoder, KVCache, init_cache
 
 _MAX_STEPS = 64  # decode steps in one compiled call, so that finished rows are seen in time
@@ -193,7 +192,7 @@ class Sampler:
         dtype = jax.tree.leaves(self._model)[0].dtype
         ints = functools.partial(jnp.zeros, dtype=jnp.int32)
         return _Slots(
-            cache=_init_cache(self._model.config, b, self._max_length, dtype),
+            cache=_new_cache(self._model.config, b, self._max_length, dtype),
             token=ints((b,)),
             position=ints((b,)),
             sampled=ints((b,)),
@@ -281,9 +280,7 @@ def _bucket(n: int, most: int) -> int:
     return min(width, most)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
-def _init_cache(config, batch, length, dtype) -> KVCache:
-    return init_cache(config, batch, length, dtype)
+_new_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3))
 
 
 def _gates(bank: jax.Array | None, policy: jax.Array) -> jax.Array | None:

@@ -327,18 +327,6 @@ def test_trials_that_changed_are_refused(stage, tmp_path):
         stage(tmp_path, Scripted(lambda i: True), **changes)
 
 
-def test_processes_share_the_parts(monkeypatch, smollm2_chat, tmp_path):
-    trials = plan_of(smollm2_chat).trials
-    shares = []
-    monkeypatch.setattr(detect.jax, "process_count", lambda: 3)
-    for index in range(3):
-        monkeypatch.setattr(detect.jax, "process_index", lambda index=index: index)
-        shares.append(detect.unfinished(trials, tmp_path))
-    total = -(-len(trials) // detect.PART_TRIALS)
-    assert sorted(part for share in shares for part in share) == list(range(total))
-    assert shares[0][-1] == 0 and shares[1][-1] == 1
-
-
 # The run by PyTorch
 
 

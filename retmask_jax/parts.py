@@ -1,0 +1,77 @@
+"""Sampling cut into parts: a part's file is on disk whole or not at all, so a kill loses little.
+
+Part i belongs to process i % jax.process_count(); each works on its own devices.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from retmask_jax.progress import progress
+from retmask_jax.sampler import Completion, Request
+from retmask_jax.workdir import PathLike, part_path, write_part
+
+Sample = Callable[[Iterator[Request]], Iterator[Completion]]  # a Sampler
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row of a part: what to ask, and how its completion becomes the row."""
+
+    request: Request
+    row: Callable[[Completion], dict]
+
+
+def cut(items: Sequence, size: int) -> list[Sequence]:
+    """Cuts items into parts of `size`, in order."""
+    return [items[i : i + size] for i in range(0, len(items), size)]
+
+
+def unfinished(folder: PathLike, total: int) -> list[int]:
+    """Returns the parts of `total` that are this process's and not on disk."""
+    mine = range(jax.process_index(), total, jax.process_count())
+    return [i for i in mine if not part_path(folder, i, total).exists()]
+
+
+def complete(
+    folder: PathLike,
+    total: int,
+    jobs: Iterable[tuple[int, Sequence[Job]]],
+    sampler: Sample,
+    *,
+    n_rows: int,
+    label: str,
+    unit: str,
+) -> None:
+    """Samples parts as one stream, and writes each with its rows in order once it is whole.
+
+    Args:
+        folder: where the parts go.
+        total: number of all parts.
+        jobs: (index, its rows) of the parts to do; read as the sampler needs them. A part without
+            rows is written empty.
+        sampler: answers the requests in any order.
+        n_rows: for the progress bar.
+        label: for the progress bar.
+        unit: what a row is called there.
+    """
+    rows: dict[int, list[dict]] = {}
+    left: dict[int, int] = {}
+    asked: dict[str, tuple[int, int, Job]] = {}
+
+    def requests() -> Iterator[Request]:
+        for part, members in jobs:
+            if not members:
+                write_part(folder, part, total, [])
+            rows[part], left[part] = [{} for _ in members], len(members)
+            for place, job in enumerate(members):
+                asked[job.request.id] = part, place, job
+                yield job.request
+
+    for completion in progress(sampler(requests()), n_rows, label, unit):
+        part, place, job = asked.pop(completion.id)
+        rows[part][place] = job.row(completion)
+        left[part] -= 1
+        if not left[part]:
+            write_part(folder, part, total, rows.pop(part))
