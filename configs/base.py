@@ -1,4 +1,8 @@
-"""Every option: name, default, unit and meaning. The other configs change values, not names."""
+"""Every option: name, default, unit and meaning. The other configs change values, not names.
+
+The defaults are those of the RetMask paper (arXiv 2601.11020) where it gives them: the grid of
+trials, sampling, and the whole section `train`.
+"""
 
 from typing import Any, NamedTuple
 
@@ -138,8 +142,13 @@ def get_config(arg: str = "") -> ConfigDict:
 
 
 def thinking() -> ConfigDict:
-    """Returns the defaults with room for reasoning before each answer."""
+    """Returns the defaults with room for reasoning before each answer.
+
+    As in the paper heads are detected without reasoning, where the model leaves a choice.
+    """
     config = get_config()
+    config.chat.thinking_detect = False
+    config.chat.thinking_generate = config.chat.thinking_evaluate = True
     config.generate.max_new_tokens = 4096
     config.preferences.max_tokens = 6144
     config.train.buckets = (512, 1024, 2048, 4096, 6144)

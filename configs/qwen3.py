@@ -1,4 +1,4 @@
-"""Qwen3, hybrid reasoning: detects with thinking off, answers and evaluates with it on.
+"""Qwen3, as in the RetMask paper: detects with thinking off, answers and evaluates with it on.
 
 retmask run --config=configs/qwen3.py:8b --workdir=out/qwen3_8b \\
     --config.model.path=Qwen3-8B --config.prompts.path=prompts.jsonl
@@ -19,8 +19,10 @@ def get_config(arg: str = "8b") -> ConfigDict:
         raise ValueError(f"no Qwen3 of size {arg!r}; it is one of {', '.join(SIZES)}")
     config = base.thinking()
     config.model.path = f"Qwen3-{SIZES[arg]}"
+    config.mesh.fsdp = -1
     config.heads.tau = 0.05
-    # The models are made for 32,768 tokens; question, template and answer need some of them.
+    # The models are made for 32,768 tokens, answer and reasoning included.
     config.detect.max_length = 32_000
-    config.evaluate.max_length = 28_000
+    config.evaluate.min_length = 2_000
+    config.evaluate.max_length = 30_000
     return config

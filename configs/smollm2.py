@@ -19,7 +19,8 @@ def get_config(arg: str = "1.7b") -> ConfigDict:
         raise ValueError(f"no SmolLM2 of size {arg!r}; it is one of {', '.join(SIZES)}")
     config = base.get_config()
     config.model.path = f"SmolLM2-{SIZES[arg]}-Instruct"
+    config.mesh.fsdp = -1
     config.heads.tau = 0.1
-    # The models are made for 8,192 tokens; question, template and answer need some of them.
+    # The models are made for 8,192 tokens, the answer included.
     config.detect.max_length = config.evaluate.max_length = 8000
     return config

