@@ -38,7 +38,8 @@ read -ra more <<<"$sbatch_flags"
 
 # Every process sees all GPUs of its node and takes that of its local rank, as JAX expects; so no
 # binding by Slurm. One that dies ends the others.
-step=(srun --kill-on-bad-exit=1 --gpu-bind=none --cpus-per-task="$cpus" "$venv/bin/retmask" "${stage[@]}")
+step=(srun --kill-on-bad-exit=1 --gpu-bind=none --cpus-per-task="$cpus")
+step+=("$venv/bin/retmask" "${stage[@]}")
 
 run sbatch --job-name="$job_name" --nodes="$nodes" --ntasks-per-node="$gpus" \
   --gpus-per-node="$gpus" --cpus-per-task="$cpus" ${time:+--time="$time"} \
