@@ -146,17 +146,24 @@ def _quiet() -> None:
 
 def _run(stage: str, config: ConfigDict, workdir: Workdir, options: dict[str, bool]) -> None:
     _check(stage, config)
-    with workdir.lock():
-        workdir.freeze(config)
-        with _logging(workdir):
-            for name in STAGES[stage]:
-                module = importlib.import_module(f"retmask_jax.{name}")
-                _log.info("%s: started", name)
-                start = time.monotonic()
-                peak = _peak_memory()
-                module.run(config, workdir, **options)
-                seconds = clock(time.monotonic() - start)
-                _log.info("%s: done in %s, peak memory %.2f GiB", name, seconds, peak() / 2**30)
+    import jax
+    from jax.experimental import multihost_utils
+
+    first = jax.process_index() == 0  # of the processes of one job, which share the work directory
+    with contextlib.ExitStack() as stack:
+        if first:
+            stack.enter_context(workdir.lock())
+            workdir.freeze(config)
+        multihost_utils.sync_global_devices("work directory is ours")
+        stack.enter_context(_logging(workdir, to_file=first and is_local(workdir.root)))
+        for name in STAGES[stage]:
+            module = importlib.import_module(f"retmask_jax.{name}")
+            _log.info("%s: started", name)
+            start = time.monotonic()
+            peak = _peak_memory()
+            module.run(config, workdir, **options)
+            seconds = clock(time.monotonic() - start)
+            _log.info("%s: done in %s, peak memory %.2f GiB", name, seconds, peak() / 2**30)
 
 
 def _check(stage: str, config: ConfigDict) -> None:
@@ -166,19 +173,26 @@ def _check(stage: str, config: ConfigDict) -> None:
     from retmask_jax.prompts import read_prompts
 
     make_mesh(config.mesh)
-    open_source(config.model.path)
+    positions = open_source(config.model.path).config.max_position
+    for name in ("detect", "evaluate"):
+        longest = config[name].max_length + config[name].max_new_tokens
+        if longest > positions:
+            raise UserError(
+                f"config.{name}: max_length + max_new_tokens is {longest}, but the model has "
+                f"{positions} positions"
+            )
     if stage in ("run", "generate"):
         read_prompts(config.prompts.path, config.prompts.limit)
 
 
 @contextlib.contextmanager
-def _logging(workdir: Workdir) -> Iterator[None]:
-    """Sends the log to stderr and, for a local work directory, to its retmask.log."""
+def _logging(workdir: Workdir, to_file: bool) -> Iterator[None]:
+    """Sends the log to stderr and, if asked to, to the work directory's retmask.log."""
     logging.raiseExceptions = False  # a full disk is reported once, not once a line
     console = _Console()
     console.setLevel(logging.INFO)
     handlers: list[logging.Handler] = [console]
-    if is_local(workdir.root):
+    if to_file:
         file = logging.FileHandler(workdir.root / "retmask.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handlers.append(file)

@@ -52,6 +52,7 @@ def fails(capsys, *argv):
         (["run", CONFIG, "--workdir=w", "--config.mesh.tensor=7"], "mesh"),
         (["run", CONFIG, "--workdir=w", "--config.model.path=nowhere"], "nowhere"),
         (["run", CONFIG, "--workdir=w", "--config.prompts.path=none.jsonl"], "none.jsonl"),
+        (["detect", CONFIG, "--workdir=w", "--config.evaluate.max_length=9000"], "8192 positions"),
     ],
 )
 def test_a_mistake_gets_one_line_and_starts_nothing(argv, message, capsys, tmp_path, monkeypatch):
