@@ -18,6 +18,7 @@ from retmask_jax.models.layers import rms_norm, rope_table, scale, weight
 from retmask_jax.models.partitioning import constrain
 
 CACHE_BLOCK = 128  # the length of a cache is a multiple of it
+CACHE_AXES = (None, "batch", None, "kv_heads", None)  # of each array of a cache
 
 
 class KVCache(NamedTuple):
@@ -291,7 +292,7 @@ def init_cache(config: DecoderConfig, batch: int, length: int, dtype: jnp.dtype)
             slots = min(config.sliding_window, full) if layer_type == SLIDING else full
             shape = (config.n_groups, batch, slots, config.n_kv_heads, config.head_dim)
             array = jnp.zeros(shape, dtype)
-            arrays.append(constrain(array, None, "batch", None, "kv_heads", None))
+            arrays.append(constrain(array, *CACHE_AXES))
         return tuple(arrays)
 
     return KVCache(zeros(), zeros())

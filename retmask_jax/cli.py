@@ -30,6 +30,17 @@ PARTS = {
 }
 STAGES = {"run": tuple(module for modules in PARTS.values() for module in modules), **PARTS}
 
+# The options of `plan`, which runs nothing: default and meaning.
+PLAN = {
+    "topology": ("", "TPU slice: CHIP:AxB or AxBxC, CHIP v4, v5e, v5p, v6e or tpu7x (v5e:4x8)"),
+    "slices": (1, "number of such slices; mesh.data runs across them"),
+    "stage": ("train", "what to plan: train, generate or detect"),
+    "model_config": ("", "config.json of the model; empty: model.path's, or built-in dimensions"),
+    "row_length": (0, "tokens of a training row; 0: the longest of train.buckets"),
+    "sweep": (False, "try every mesh; a table and a plot go to --workdir"),
+    "export_hlo": ("", "folder for the text of the compiled programs; empty: none"),
+}
+
 HELP = """\
 usage: retmask STAGE --config=FILE[:ARG] --workdir=DIR [--config.GROUP.NAME=VALUE …]
 
@@ -41,6 +52,7 @@ stages
   export     write the trained weights as a Hugging Face folder (--masked: the source's weights
              with the picked heads zeroed)
   evaluate   needle accuracy of base, masked, random-masked and trained model; report.html
+  plan       memory, collectives and speed of a stage on a TPU slice that need not be there
 
 A stage skips what is done in --workdir and goes on with what is not.
 `retmask STAGE --help` lists the stage's options."""
@@ -88,9 +100,15 @@ def _command(argv: list[str]) -> None:
     if stage in ("--help", "-h", "help"):
         print(HELP)
         return
-    if stage not in STAGES:
-        raise UserError(f"{stage}: no such stage; it is one of {', '.join(STAGES)}")
+    if stage not in (*STAGES, "plan"):
+        raise UserError(f"{stage}: no such stage; it is one of {', '.join((*STAGES, 'plan'))}")
     if "--help" in args or "-h" in args:
+        if stage == "plan":
+            print("usage: retmask plan --config=FILE[:ARG] --topology=CHIP:AxB [option …]\n")
+            for name, (default, text) in PLAN.items():
+                print(f"  --{name}={default}\n      {text}")
+            print(configs.describe("run"))
+            return
         print(f"usage: retmask {stage} --config=FILE[:ARG] --workdir=DIR [option …]\n")
         if stage == "export":
             print("  --masked\n      write the source's weights, masked, not the trained ones")
@@ -99,6 +117,11 @@ def _command(argv: list[str]) -> None:
     values, overrides = parse(stage, args)
     config = configs.load(values.config, overrides)
     _quiet()
+    if stage == "plan":
+        from retmask_jax import plan
+
+        plan.run(config, workdir=values.workdir or "", **{name: values[name].value for name in PLAN})
+        return
     _run(stage, config, Workdir(values.workdir), {"masked": True} if values.masked else {})
 
 
@@ -108,6 +131,9 @@ def parse(stage: str, args: list[str]) -> tuple[flags.FlagValues, list[str]]:
     flags.DEFINE_string("config", None, "config file or name", flag_values=values)
     flags.DEFINE_string("workdir", None, "work directory", flag_values=values)
     flags.DEFINE_boolean("masked", False, "export the masked weights", flag_values=values)
+    for name, (default, text) in PLAN.items() if stage == "plan" else ():
+        define = {bool: flags.DEFINE_boolean, int: flags.DEFINE_integer, str: flags.DEFINE_string}
+        define[type(default)](name, default, text, flag_values=values)
     own, overrides = [], []
     rest = iter(args)
     for arg in rest:
@@ -126,7 +152,7 @@ def parse(stage: str, args: list[str]) -> tuple[flags.FlagValues, list[str]]:
         raise UserError(f"{positional[0]}: not understood; options begin with --")
     if not values.config:
         raise UserError("--config=FILE is missing, e.g. --config=configs/smollm2_135m.py")
-    if not values.workdir:
+    if not values.workdir and stage != "plan":
         raise UserError("--workdir=DIR is missing, e.g. --workdir=out")
     if values.masked and stage != "export":
         raise UserError("--masked goes with the stage export only")

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -148,3 +149,31 @@ def _open(axes: Axes) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color="0.9", linewidth=0.8)
     axes.set_axisbelow(True)
+
+
+def mesh_bars(rows: Sequence[Mapping[str, Any]], title: str) -> bytes:
+    """Draws how fast meshes are at best, and their memory, best first.
+
+    Args:
+        rows: `program`, the mesh's axes, `step_s`, `mfu`, `needed_gib`, `available_gib`.
+        title: heading of the figure.
+
+    Returns:
+        A PNG image.
+    """
+    figure = Figure(figsize=(8.4, 1.6 + 0.24 * len(rows)), layout="tight")
+    speed, memory = figure.subplots(1, 2, sharey=True)
+    names = [
+        f"{row['program']} {row['data']}·{row['fsdp']}·{row['sequence']}·{row['tensor']}"
+        for row in rows
+    ]
+    places = np.arange(len(rows))
+    speed.barh(places, [100 * row["mfu"] for row in rows], color="tab:blue")
+    memory.barh(places, [row["needed_gib"] for row in rows], color="tab:orange")
+    speed.set(xlabel="MFU at best, %", title=title, ylabel="mesh data·fsdp·sequence·tensor")
+    speed.set_yticks(places, names, fontsize=7)
+    speed.invert_yaxis()
+    memory.set(xlabel="GiB a device")
+    if rows:
+        memory.axvline(rows[0]["available_gib"], color="tab:red", linestyle="--")
+    return png(figure)

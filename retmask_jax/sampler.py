@@ -16,9 +16,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 
-from retmask_jax.models.decoder import Decoder, KVCache, init_cache
+from retmask_jax.models.decoder import CACHE_AXES, Decoder, KVCache, init_cache
+from retmask_jax.models.partitioning import activation_spec
 
 _MAX_STEPS = 64  # decode steps in one compiled call, so that finished rows are seen in time
 _MIN_CHUNK = 32  # narrowest prefill; widths double from here, which bounds the compilations
@@ -186,6 +187,41 @@ class Sampler:
                 if done:
                     yield from self._collect(slots, [(row, running.pop(row)) for row in done])
                     free = sorted(free + done)
+
+    @property
+    def prefill_shape(self) -> tuple[int, int]:
+        """Rows and tokens of the widest prefill."""
+        return self._refill, self._chunk
+
+    def abstract_slots(self) -> _Slots:
+        """The decode batch as shapes, the cache placed on the mesh, which there must be."""
+        slots = jax.eval_shape(self._empty)
+
+        def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            spec = activation_spec(CACHE_AXES, x.shape, self._mesh)
+            return jax.ShapeDtypeStruct(
+                x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)
+            )
+
+        return slots._replace(cache=jax.tree.map(place, slots.cache))
+
+    def lower_decode(self) -> jax.stages.Lowered:
+        """Traces the decode loop; the model and the mesh's devices may be abstract."""
+        with jax.set_mesh(self._mesh):
+            return _decode.lower(
+                self._model, self.abstract_slots(), self._bank, np.int32(1), self._spec
+            )
+
+    def lower_prefill(self) -> jax.stages.Lowered:
+        """Traces the widest prefill; the model and the mesh's devices may be abstract."""
+        n, chunk = self.prefill_shape
+        column = jax.ShapeDtypeStruct((n,), jnp.int32)
+        tokens = jax.ShapeDtypeStruct((n, chunk), jnp.int32)
+        cache = self.abstract_slots().cache
+        with jax.set_mesh(self._mesh):
+            return _prefill.lower(
+                self._model, cache, tokens, np.int32(0), column, column, column, self._bank
+            )
 
     def _empty(self) -> _Slots:
         b, spec = self._slots, self._spec

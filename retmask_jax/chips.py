@@ -1,0 +1,104 @@
+"""What TPU chips can do: public figures, and the slices that the TPU compiler knows.
+
+Compute, memory and data-centre network are Google's, from the page of each chip under
+https://docs.cloud.google.com/tpu/docs (v4, v5e, v5p, v6e, tpu7x; read in November 2026). The speed
+of one link, one way, is that of the table in https://jax-ml.github.io/scaling-book/tpus (same
+date), a little below Google's nominal figure. Where a chip has two TensorCores that JAX shows as
+one device (v4, v5p) figures are of the chip; where it shows two (tpu7x), each has half.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Chip:
+    """One JAX device of a TPU.
+
+    Attributes:
+        name: as in a topology's name.
+        flops: bfloat16 peak per second.
+        hbm_bytes: memory.
+        hbm_bandwidth: bytes per second.
+        link_bandwidth: bytes per second through one link to one neighbour, one way.
+        network_bandwidth: bytes per second to other slices.
+        ring: a slice's dimension of a multiple of this size closes to a ring.
+        ring_needs_all: only if every dimension does.
+        options: what the compiler needs to know beside the topology's name.
+    """
+
+    name: str
+    flops: float
+    hbm_bytes: int
+    hbm_bandwidth: float
+    link_bandwidth: float
+    network_bandwidth: float
+    ring: int
+    ring_needs_all: bool
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+_GIB = 2**30
+_MEGACORE = (("chip_config_name", "megacore"),)
+CHIPS = {
+    chip.name: chip
+    for chip in (
+        Chip("v4", 275e12, 32 * _GIB, 1200e9, 45e9, 6.25e9, 4, True, _MEGACORE),
+        Chip("v5e", 197e12, 16 * _GIB, 819e9, 45e9, 3.125e9, 16, False),
+        Chip("v5p", 459e12, 95 * _GIB, 2765e9, 90e9, 6.25e9, 4, True, _MEGACORE),
+        Chip("v6e", 918e12, 32 * _GIB, 1638e9, 90e9, 12.5e9, 16, False),
+        Chip("tpu7x", 2307e12 / 2, 96 * _GIB, 7380e9 / 2, 90e9 / 2, 12.5e9 / 2, 4, True),
+    )
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Links:
+    """How fast a group of devices exchanges data.
+
+    Attributes:
+        bandwidth: bytes per second that a device sends at once along all dimensions of the slice
+            that the group spans; a ring counts both ways.
+        longest: devices along the longest of those dimensions.
+        longest_bandwidth: the share of `bandwidth` along it.
+        slices: over how many slices the group is spread.
+    """
+
+    bandwidth: float
+    longest: int
+    longest_bandwidth: float
+    slices: int
+
+
+def links(chip: Chip, dims: Sequence[int], group: Sequence[jax.Device]) -> Links:
+    """The links that a collective among `group` can use on a slice of shape `dims`."""
+    slices = len({getattr(device, "slice_index", 0) for device in group})
+    coordinates = np.array([device.coords for device in group])
+    spanned = {
+        d: len(np.unique(coordinates[:, d]))
+        for d in range(coordinates.shape[1])
+        if len(np.unique(coordinates[:, d])) > 1
+    }
+    speeds = {d: _bandwidth(chip, dims, d, size) for d, size in spanned.items()}
+    if not spanned:  # the two devices of one chip, or slices alone
+        return Links(chip.link_bandwidth, 1, chip.link_bandwidth, slices)
+    longest = max(spanned, key=lambda d: spanned[d] / speeds[d])
+    return Links(sum(speeds.values()), spanned[longest], speeds[longest], slices)
+
+
+def _bandwidth(chip: Chip, dims: Sequence[int], d: int, size: int) -> float:
+    closes = [dim % chip.ring == 0 for dim in dims]
+    ring = size == dims[d] and (all(closes) if chip.ring_needs_all else closes[d])
+    return chip.link_bandwidth * (2 if ring else 1)
+
+
+def host_bounds(dims: Sequence[int]) -> tuple[int, int, int]:
+    """Chips of one host: a whole small slice of a flat torus (up to 8 chips), else 2 x 2."""
+    if len(dims) == 2 and math.prod(dims) <= 8:
+        return (*dims, 1)
+    return (2, 2, 1)
