@@ -1,4 +1,3 @@
-
 import pytest
 
 from retmask_jax import config as cfg
