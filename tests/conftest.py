@@ -10,11 +10,11 @@ if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", "")
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from flax import nnx
 
 from retmask_jax.models import config_from_hf
-from retmask_jax.models.decoder import Decoder
+from retmask_jax.models.decoder import Decoder, abstract, parameters
 
 TINY_HF = {
     "llama": {
@@ -46,6 +46,12 @@ TINY_HF = {
         "tie_word_embeddings": False,
     },
 }
+# Hugging Face names of the norms of a layer, and over what query and key are normed.
+TINY_NORMS: dict[str, tuple[str, str, str | None]] = {
+    "llama": ("input_layernorm", "post_attention_layernorm", None),
+    "qwen3": ("input_layernorm", "post_attention_layernorm", "head"),
+    "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm", "all heads"),
+}
 _TINY_DIMENSIONS = {
     "vocab_size": 128,
     "hidden_size": 64,
@@ -67,13 +73,17 @@ def tiny_hf(family: str, **changes: object) -> dict:
 
 
 def tiny_decoder(family: str, seed: int = 0, **changes: object) -> Decoder:
-    """Random float32 weights, larger than at initialisation so that attention is not flat."""
-    config = config_from_hf(tiny_hf(family, **changes))
-    model = Decoder(config, rngs=nnx.Rngs(params=seed))
-    keys = iter(jax.random.split(jax.random.key(seed + 1), 1000))
-    return jax.tree.map(
-        lambda x: x + 0.15 * jax.random.normal(next(keys), x.shape, jnp.float32), model
-    )
+    """Random float32 weights, larger than at initialisation so that attention is not flat.
+
+    Drawn by numpy: nothing is compiled.
+    """
+    model = abstract(config_from_hf(tiny_hf(family, **changes)))
+    rng = np.random.default_rng(seed)
+    leaves = [
+        jnp.asarray(0.15 * rng.standard_normal(param.shape) + ("norm" in path), jnp.float32)
+        for path, param in parameters(model).items()
+    ]
+    return jax.tree.unflatten(jax.tree.structure(model), leaves)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tiny_checkpoint
 from benchmarks import import_memory
-from conftest import tiny_hf
+from conftest import TINY_NORMS, tiny_hf
 from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import FAMILIES
@@ -67,12 +67,11 @@ def assert_holds(model, tensors: dict[str, np.ndarray], hf: dict) -> None:
             same(block["attention.o"][head], columns.T)
         for name in ("gate", "up", "down"):
             same(block[f"mlp.{name}"], stored(f"mlp.{name}_proj").T)
-        first, second = {
-            "olmo3": ("post_attention_layernorm", "post_feedforward_layernorm"),
-        }.get(config.family, ("input_layernorm", "post_attention_layernorm"))
+        first, second, qk_norm = TINY_NORMS[config.family]
         same(block["attention_norm"], stored(first))
         same(block["mlp_norm"], stored(second))
-        if config.family != "llama":
+        assert ("attention.q_norm" in block) == bool(qk_norm)
+        if qk_norm:
             same(block["attention.q_norm"].reshape(-1), stored("self_attn.q_norm"))
             same(block["attention.k_norm"].reshape(-1), stored("self_attn.k_norm"))
 

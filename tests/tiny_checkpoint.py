@@ -5,11 +5,11 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
-from conftest import tiny_hf
+from conftest import TINY_HF, TINY_NORMS, tiny_hf
 from safetensors.numpy import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-FAMILIES = ("llama", "qwen3", "olmo3")
+FAMILIES = tuple(TINY_HF)
 STOPS = [2, 5, 7]
 TEMPLATE = "{% for m in messages %}<s>{{ m['content'] }}</s>{% endfor %}"
 
@@ -19,21 +19,12 @@ def random_tensors(hf: dict, dtype: str = "float32", seed: int = 0) -> dict[str,
     d, f = hf["hidden_size"], hf["intermediate_size"]
     n, k = hf["num_attention_heads"], hf["num_key_value_heads"]
     h = hf.get("head_dim") or d // n
-    norms = {
-        "llama": {"input_layernorm": d, "post_attention_layernorm": d},
-        "qwen3": {
-            "input_layernorm": d,
-            "post_attention_layernorm": d,
-            "self_attn.q_norm": h,
-            "self_attn.k_norm": h,
-        },
-        "olmo3": {
-            "post_attention_layernorm": d,
-            "post_feedforward_layernorm": d,
-            "self_attn.q_norm": n * h,
-            "self_attn.k_norm": k * h,
-        },
-    }[hf["model_type"]]
+    attention_norm, mlp_norm, qk_norm = TINY_NORMS[hf["model_type"]]
+    norms = {attention_norm: d, mlp_norm: d}
+    if qk_norm:
+        whole = qk_norm == "all heads"
+        norms |= {"self_attn.q_norm": n * h if whole else h}
+        norms |= {"self_attn.k_norm": k * h if whole else h}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (hf["vocab_size"], d)}
     for i in range(hf["num_hidden_layers"]):
         shapes |= {

@@ -21,7 +21,7 @@ def state_dict(model: Decoder) -> dict[str, torch.Tensor]:
             value = value.reshape(value.shape[0], -1).T
         elif value.ndim > 1 and "norm" in slot.path:
             value = value.reshape(-1)
-        tensors[slot.name] = torch.from_numpy(np.ascontiguousarray(value))
+        tensors[slot.name] = torch.from_numpy(np.array(value, order="C"))
     return tensors
 
 
