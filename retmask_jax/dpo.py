@@ -122,8 +122,8 @@ def optimizer(train: ConfigDict, n_steps: int, like: Decoder) -> optax.GradientT
 
 def init_state(params: Params, tx: optax.GradientTransformation) -> State:
     """The state before the first step; float32 moments of zeros."""
-    zero = jnp.zeros((), jnp.int32)
-    return State(params, tx.init(params), zero, zero, zero)
+    applied, bad_steps, skipped = (jnp.zeros((), jnp.int32) for _ in range(3))
+    return State(params, tx.init(params), applied, bad_steps, skipped)
 
 
 def state_shardings(like: Decoder, tx: optax.GradientTransformation, mesh: Mesh) -> State:
@@ -198,11 +198,11 @@ def make_step(
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), (state.params, shapes[1]))
         (grads, metrics), _ = jax.lax.scan(accumulate, zeros, batch)
 
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         good = jnp.isfinite(metrics["loss"]) & jnp.isfinite(grad_norm)
         updates, moments = tx.update(grads, state.moments, state.params)
         params = optax.apply_updates(state.params, updates)
-        moved = optax.global_norm(jax.tree.map(jnp.subtract, params, state.params))
+        moved = optax.tree.norm(jax.tree.map(jnp.subtract, params, state.params))
         params, moments = jax.tree.map(
             lambda new, old: jnp.where(good, new, old),
             (params, moments),
