@@ -42,7 +42,11 @@ def gathered(param: nnx.Param) -> jax.Array:
 
     Called inside the layer, so that under fsdp one layer's weights are whole at a time.
     """
-    axes = (None if axis == "embed" else axis for axis in logical_axes(param))
+    axes = [None if axis == "embed" else axis for axis in logical_axes(param)]
+    if logical_axes(param)[-1] == "embed":
+        # Gradients are scattered along a leading axis, which the TPU does without a full sum.
+        front = jnp.moveaxis(param[...], -1, 0)
+        return jnp.moveaxis(constrain(front, axes[-1], *axes[:-1]), 0, -1)
     return constrain(param[...], *axes)
 
 

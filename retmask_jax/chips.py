@@ -66,18 +66,15 @@ class Links:
             that the group spans; a ring counts both ways.
         longest: devices along the longest of those dimensions.
         longest_bandwidth: the share of `bandwidth` along it.
-        slices: over how many slices the group is spread.
     """
 
     bandwidth: float
     longest: int
     longest_bandwidth: float
-    slices: int
 
 
 def links(chip: Chip, dims: Sequence[int], group: Sequence[jax.Device]) -> Links:
-    """The links that a collective among `group` can use on a slice of shape `dims`."""
-    slices = len({getattr(device, "slice_index", 0) for device in group})
+    """The links that a collective among devices of one slice of shape `dims` can use."""
     coordinates = np.array([device.coords for device in group])
     spanned = {
         d: len(np.unique(coordinates[:, d]))
@@ -85,10 +82,10 @@ def links(chip: Chip, dims: Sequence[int], group: Sequence[jax.Device]) -> Links
         if len(np.unique(coordinates[:, d])) > 1
     }
     speeds = {d: _bandwidth(chip, dims, d, size) for d, size in spanned.items()}
-    if not spanned:  # the two devices of one chip, or slices alone
-        return Links(chip.link_bandwidth, 1, chip.link_bandwidth, slices)
+    if not spanned:  # the two devices of one chip
+        return Links(chip.link_bandwidth, 2, chip.link_bandwidth)
     longest = max(spanned, key=lambda d: spanned[d] / speeds[d])
-    return Links(sum(speeds.values()), spanned[longest], speeds[longest], slices)
+    return Links(sum(speeds.values()), spanned[longest], speeds[longest])
 
 
 def _bandwidth(chip: Chip, dims: Sequence[int], d: int, size: int) -> float:

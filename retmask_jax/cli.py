@@ -120,7 +120,8 @@ def _command(argv: list[str]) -> None:
     if stage == "plan":
         from retmask_jax import plan
 
-        plan.run(config, workdir=values.workdir or "", **{name: values[name].value for name in PLAN})
+        options = {name: values[name].value for name in PLAN}
+        plan.run(config, workdir=values.workdir or "", **options)
         return
     _run(stage, config, Workdir(values.workdir), {"masked": True} if values.masked else {})
 

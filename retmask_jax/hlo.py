@@ -12,9 +12,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
-_BYTES = {"pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s4": 0.5, "u4": 0.5}
+_BYTES = {"token": 0, "pred": 1, "bf16": 2, "f16": 2, "f32": 4, "f64": 8, "s4": 0.5, "u4": 0.5}
 _SHAPE = re.compile(r"\b([a-z]\w*)\[([\d,]*)\](?:\{([^{}]*)\})?")
 _NO_TRAFFIC = {
+    "send", "send-done", "recv", "recv-done",
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "iota",
     "partition-id", "replica-id", "copy-done", "async-done", "async-update", "opt-barrier",
 }  # fmt: skip
@@ -36,8 +37,9 @@ class Shape:
     @property
     def bytes(self) -> int:
         """Bytes without the padding of tiles."""
-        width = _BYTES.get(self.dtype) or int(re.search(r"\d+", self.dtype).group()) // 8
-        return int(self.size * width)
+        if self.dtype not in _BYTES:
+            return self.size * int(re.search(r"\d+", self.dtype).group()) // 8
+        return int(self.size * _BYTES[self.dtype])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +71,9 @@ class Collective:
     Attributes:
         kind: one of COLLECTIVES.
         shapes: of its larger side: what is gathered, or what is reduced before it is scattered.
-        groups: partitions that exchange data, one group a row; pairs for collective-permute.
+        groups: partitions that exchange data, one group a row; pairs for collective-permute; the
+            partition itself where the exchange is between slices.
+        slices: how many slices exchange data with one another; 1: it is inside each slice.
         times: how often it runs.
         loops: trip counts of the loops around it, outermost first.
         op_name: where in the traced program it comes from.
@@ -78,9 +82,10 @@ class Collective:
     kind: str
     shapes: tuple[Shape, ...]
     groups: np.ndarray
-    times: float
-    loops: tuple[int, ...]
     op_name: str
+    slices: int = 1
+    times: float = 1.0
+    loops: tuple[int, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -90,7 +95,7 @@ class Collective:
     @property
     def sent(self) -> float:
         """Bytes that a device sends in all runs, by the ring algorithms."""
-        n = self.groups.shape[1]
+        n = self.groups.shape[1] * self.slices
         share = {"all-reduce": 2 * (n - 1) / n, "collective-permute": 1.0}
         return self.times * self.bytes * share.get(self.kind, (n - 1) / n)
 
@@ -115,11 +120,16 @@ class Cost:
 class Program:
     """An optimised HLO module.
 
-    Args:
-        text: of `jax.stages.Compiled.as_text()`.
+    Attributes:
+        computations: instructions by name, by computation.
+        entry: name of the computation that is run.
+        partitions: devices that run it together; with several slices, those of one slice.
     """
 
     def __init__(self, text: str) -> None:
+        """Reads the text of `jax.stages.Compiled.as_text()`."""
+        header = re.search(r"num_partitions=(\d+)", text.partition("\n")[0])
+        self.partitions = int(header.group(1)) if header else 1
         self.computations: dict[str, dict[str, Instruction]] = {}
         self.entry = ""
         body: dict[str, Instruction] = {}
@@ -140,7 +150,8 @@ class Program:
             kernel_share: part of the T x T scores that attention kernels compute.
         """
         total = Cost()
-        self._add(self.entry, total, 1.0, (), tuple(unknown_trips), kernel_share)
+        self._share = kernel_share
+        self._add(self.entry, total, 1.0, (), tuple(unknown_trips))
         return total
 
     def _add(
@@ -150,9 +161,8 @@ class Program:
         times: float,
         loops: tuple[int, ...],
         unknown: tuple[int, ...],
-        share: float,
     ) -> None:
-        body, seen = self.computations[name], set()
+        body = self.computations[name]
         for each in body.values():
             if each.opcode == "while":
                 trips, deeper = self._trips(each), unknown
@@ -161,19 +171,17 @@ class Program:
                     trips = unknown[0] if unknown else 1
                     deeper = unknown[1:] or unknown
                 inside = each.attribute(r"body=%([\w.\-]+)")
-                self._add(inside, total, times * trips, (*loops, trips), deeper, share)
+                self._add(inside, total, times * trips, (*loops, trips), deeper)
             elif each.opcode == "conditional":
-                self._add_branch(each, total, times, loops, unknown, share)
+                self._add_branch(each, total, times, loops, unknown)
             elif each.opcode == "call":
                 inside = each.attribute(r"to_apply=%([\w.\-]+)")
-                self._add(inside, total, times, loops, unknown, share)
+                self._add(inside, total, times, loops, unknown)
             else:
-                total.flops += times * self._flops(each, body, share)
+                total.flops += times * self._flops(each, body)
                 total.hbm_bytes += times * self._traffic(each, body)
-                for found in self._collectives(each, seen):
-                    total.collectives.append(
-                        dataclasses.replace(found, times=times, loops=loops)
-                    )
+                for found in self._collectives(each):
+                    total.collectives.append(dataclasses.replace(found, times=times, loops=loops))
                     total.hbm_bytes += times * sum(s.bytes for s in found.shapes if s.hbm)
 
     def _add_branch(self, each: Instruction, total: Cost, times: float, *rest: tuple) -> None:
@@ -206,10 +214,10 @@ class Program:
         called = each.attribute(r"calls=%([\w.\-]+)")
         return self.computations.get(called, {}) if called else {}
 
-    def _flops(self, each: Instruction, body: dict[str, Instruction], share: float) -> float:
+    def _flops(self, each: Instruction, body: dict[str, Instruction]) -> float:
         if each.opcode in ("fusion", "async-start"):
             inner = self._inner(each)
-            return sum(self._flops(one, inner, share) for one in inner.values())
+            return sum(self._flops(one, inner) for one in inner.values())
         if each.opcode == "convolution":
             return _convolution_flops(each, *(body[name].shapes[0] for name in each.operands))
         if each.opcode == "dot":
@@ -218,7 +226,9 @@ class Program:
             inner_size = math.prod(lhs[int(i)] for i in contracted.split(",") if i)
             return 2.0 * each.shapes[0].size * inner_size
         if each.opcode == "custom-call" and "tpu_custom_call" in each.attributes:
-            return share * _kernel_flops(each, [body[name].shapes[0] for name in each.operands])
+            return self._share * _kernel_flops(
+                each, [body[name].shapes[0] for name in each.operands]
+            )
         return 0.0
 
     def _traffic(self, each: Instruction, body: dict[str, Instruction]) -> float:
@@ -271,7 +281,7 @@ class Program:
 
     def _read(self, one: Instruction, user: Instruction, inner: dict[str, Instruction]) -> float:
         """Bytes of a fusion's parameter that one of its users reads."""
-        if user.root and user.opcode == "tuple" or _hands_through(user):
+        if (user.root and user.opcode == "tuple") or _hands_through(user):
             return 0
         if user.opcode in ("dynamic-slice", "slice", "gather"):
             return user.shapes[0].bytes if user.operands[0] == one.name else 0
@@ -282,24 +292,34 @@ class Program:
             return sum(self._read(user, other, inner) for other in after)
         return one.shapes[0].bytes
 
-    def _collectives(self, each: Instruction, seen: set[str]) -> Iterator[Collective]:
-        """The collectives of an instruction; one that runs in pieces is found once."""
+    def _collectives(self, each: Instruction) -> Iterator[Collective]:
+        """The collectives of an instruction.
+
+        One that the compiler spreads over other work appears in a fusion that starts it, in those
+        that push it on and in one that ends it: the first counts.
+        """
         kind = each.opcode.removesuffix("-start")
-        if kind in COLLECTIVES:
-            channel = each.attribute(r"channel_id=(\d+)") or each.name
-            if channel not in seen:
-                seen.add(channel)
-                yield _collective(kind, each)
+        if each.opcode == "send" and "_xla_megascale_transfer_type" in each.attributes:
+            yield _between_slices(each)
+        elif kind in COLLECTIVES and "source_target_pairs={}" not in each.attributes:
+            yield _collective(kind, each)
         elif each.opcode in ("fusion", "async-start"):
             inner = self._inner(each)
-            root = next((one for one in inner.values() if one.root), None)
+            ends = any('"AsyncCollectiveDone"' in one.attributes for one in inner.values())
+            if ends or "calls=%async_collective_fusion" in each.attributes:
+                return
             for one in inner.values():
-                for found in self._collectives(one, seen):
-                    scattered = root.opcode == "dynamic-slice" and one.name in root.operands
-                    if found.kind == "all-reduce" and scattered:
-                        found = dataclasses.replace(found, kind="reduce-scatter")
-                    op_name = found.op_name or each.op_name
-                    yield dataclasses.replace(found, op_name=op_name)
+                for found in self._collectives(one):
+                    sliced = (
+                        other.opcode == "dynamic-slice" and one.name in other.operands
+                        for other in inner.values()
+                    )
+                    scattered = found.kind == "all-reduce" and any(sliced)
+                    yield dataclasses.replace(
+                        found,
+                        kind="reduce-scatter" if scattered else found.kind,
+                        op_name=found.op_name or each.op_name,
+                    )
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
@@ -384,7 +404,18 @@ def _collective(kind: str, each: Instruction) -> Collective:
     if kind == "reduce-scatter":
         n = groups.shape[1]
         shapes = tuple(dataclasses.replace(s, dims=(n, *s.dims)) for s in shapes)
-    return Collective(kind, shapes, groups, 1.0, (), each.op_name)
+    return Collective(kind, shapes, groups, each.op_name)
+
+
+def _between_slices(each: Instruction) -> Collective:
+    """The sending half of an exchange between slices, such as `{1,2}x{0:3}`: slices 1 and 2."""
+    kind = each.attribute(r'_xla_megascale_transfer_type="(\w+)"')
+    kind = kind.lower().replace("_", "-").replace("one-to-one", "collective-permute")
+    slices = 0
+    for part in (each.attribute(r'_xla_megascale_target="?\{([\d,:]+)\}x') or "0,1").split(","):
+        first, _, last = part.partition(":")
+        slices += int(last or first) - int(first) + 1
+    return Collective(kind, each.shapes[:1], np.zeros((1, 1), int), each.op_name, slices)
 
 
 def _pairs(each: Instruction) -> np.ndarray:

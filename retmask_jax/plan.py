@@ -273,13 +273,9 @@ def estimates(
     else:
         works = sampler_works(config, model, mesh, stage)
     for work in works:
-        estimate, text = _compile(work, where, mesh)
-        if export_hlo and text:
-            sizes = "-".join(str(size) for size in mesh.shape.values())
-            file = f"{work.name}-{where.name.replace(':', '-')}-{where.count}-{sizes}.hlo.txt"
-            with atomic_write(Path(export_hlo) / file) as out:
-                out.write(text)
-        yield estimate
+        sizes = "-".join(str(size) for size in mesh.shape.values())
+        file = f"{work.name}-{where.name.replace(':', '-')}-{where.count}-{sizes}.hlo.txt"
+        yield _compile(work, where, mesh, Path(export_hlo) / file if export_hlo else None)
 
 
 def mesh_shapes(n_devices: int, slices: int) -> Iterator[dict[str, int]]:
@@ -315,9 +311,7 @@ def model_flops(
 # ------------------------------------------------------------------------------------- programs
 
 
-def train_work(
-    config: ConfigDict, model: DecoderConfig, mesh: Mesh, row_length: int = 0
-) -> Work:
+def train_work(config: ConfigDict, model: DecoderConfig, mesh: Mesh, row_length: int = 0) -> Work:
     """The step of the train stage, `dpo.make_step`, on rows of `row_length` (0: the longest)."""
     train = config.train
     length = row_length or train.buckets[-1]
@@ -363,9 +357,7 @@ def train_work(
     )
 
 
-def sampler_works(
-    config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: str
-) -> list[Work]:
+def sampler_works(config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: str) -> list[Work]:
     """The programs of the sampler as detect or generate sets it up, caches full."""
     options = config[stage]
     if stage == "detect":
@@ -448,12 +440,12 @@ def _device_bytes(tree: Any) -> int:
 # ------------------------------------------------------------------------------------ estimates
 
 
-def _compile(work: Work, where: Slice, mesh: Mesh) -> tuple[Estimate, str]:
-    """Compiles and reads a program; also gives its text, empty where it does not fit."""
+def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estimate:
+    """Compiles and reads a program."""
     chip, shape = where.chip, dict(mesh.shape)
     state = sum(work.state.values())
     if state > chip.hbm_bytes:  # nothing that the compiler does can help
-        return Estimate(work, shape, state, chip.hbm_bytes, fits=False), ""
+        return Estimate(work, shape, state, chip.hbm_bytes, fits=False)
     with jax.set_mesh(mesh):
         lowered = work.lower()
         start = time.monotonic()
@@ -461,7 +453,7 @@ def _compile(work: Work, where: Slice, mesh: Mesh) -> tuple[Estimate, str]:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
             needed, available = _exhausted(str(error))
-            return Estimate(work, shape, needed, available, fits=False), ""
+            return Estimate(work, shape, needed, available, fits=False)
         seconds = time.monotonic() - start
     memory = compiled.memory_analysis()
     temporary = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -472,15 +464,23 @@ def _compile(work: Work, where: Slice, mesh: Mesh) -> tuple[Estimate, str]:
         + temporary
     )
     text = compiled.as_text()
-    cost = hlo.Program(text).cost(work.unknown_trips, work.kernel_share)
+    if export:
+        with atomic_write(export) as file:
+            file.write(text)
+    program = hlo.Program(text)
+    cost = program.cost(work.unknown_trips, work.kernel_share)
+    devices = mesh.devices.reshape(-1)[: program.partitions]
+    inside = shape | {"data": shape["data"] * program.partitions // mesh.size}  # one slice's mesh
     sent, ici, network = Counter(), 0.0, 0.0
-    devices = mesh.devices.reshape(-1)
     for collective in cost.collectives:
-        axes = "+".join(hlo.mesh_axes(collective, shape)) or "none"
+        if collective.slices > 1:
+            axes = "slices"
+            network += collective.sent / chip.network_bandwidth
+        else:
+            axes = "+".join(hlo.mesh_axes(collective, inside))
+            ici += _link_seconds(collective, where, devices)
         sent[collective.kind, axes] += collective.sent
-        here, away = _exchange_seconds(collective, where, devices)
-        ici, network = ici + here, network + away
-    estimate = Estimate(
+    return Estimate(
         work=work,
         mesh=shape,
         needed=needed,
@@ -498,7 +498,6 @@ def _compile(work: Work, where: Slice, mesh: Mesh) -> tuple[Estimate, str]:
         peak_flops=chip.flops * mesh.size,
         compile_seconds=seconds,
     )
-    return estimate, text
 
 
 def _exhausted(message: str) -> tuple[int | None, int]:
@@ -515,34 +514,19 @@ def _exhausted(message: str) -> tuple[int | None, int]:
     return int(float(used) * unit[used_unit]), int(float(room) * unit[room_unit])
 
 
-def _exchange_seconds(
-    collective: hlo.Collective, where: Slice, devices: np.ndarray
-) -> tuple[float, float]:
-    """Seconds on the slice's links and on the network between slices.
+def _link_seconds(collective: hlo.Collective, where: Slice, devices: np.ndarray) -> float:
+    """Seconds on the links of a slice.
 
-    Rings for gathers and sums, along all dimensions of the slice that the group spans at once. All
-    to all: half of the data crosses the middle of the longest dimension. What spans slices is
-    done inside each first, then each device exchanges its share with its counterparts.
+    Gathers and sums run as rings along all dimensions of the slice that the group spans at once;
+    in an all-to-all half of the data crosses the middle of the longest dimension.
     """
-    group = devices[collective.groups[0]]
     if collective.kind == "collective-permute":
-        pairs = devices[collective.groups]
-        group = next((pair for pair in pairs if pair[0] != pair[1]), group)
-    speed = links(where.chip, where.dims, list(group))
-    n = len(group) // speed.slices
-    moved, twice = collective.times * collective.bytes, 2 if collective.kind == "all-reduce" else 1
-    if collective.kind == "collective-permute":
-        if speed.slices > 1:
-            return 0.0, moved / where.chip.network_bandwidth
-        return moved / where.chip.link_bandwidth, 0.0
+        return collective.sent / where.chip.link_bandwidth
+    speed = links(where.chip, where.dims, list(devices[collective.groups[0]]))
     if collective.kind == "all-to-all":
-        here = moved * speed.longest / (4 * speed.longest_bandwidth)
-    else:
-        here = moved * twice * (n - 1) / n / speed.bandwidth
-    share = 1 if collective.kind == "all-to-all" else 1 / n
-    s = speed.slices
-    away = moved * share * twice * (s - 1) / s / where.chip.network_bandwidth
-    return (here if n > 1 else 0.0), away
+        moved = collective.times * collective.bytes
+        return moved * speed.longest / (4 * speed.longest_bandwidth)
+    return collective.sent / speed.bandwidth
 
 
 def _one_line(error: object) -> str:
@@ -552,9 +536,7 @@ def _one_line(error: object) -> str:
 # -------------------------------------------------------------------------------------- reports
 
 
-def report(
-    estimate: Estimate, where: Slice, stage: str, name: str, model: DecoderConfig
-) -> str:
+def report(estimate: Estimate, where: Slice, stage: str, name: str, model: DecoderConfig) -> str:
     """The plan of one program as text."""
     work = estimate.work
     n = math.prod(estimate.mesh.values())

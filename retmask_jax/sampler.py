@@ -199,9 +199,7 @@ class Sampler:
 
         def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             spec = activation_spec(CACHE_AXES, x.shape, self._mesh)
-            return jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec)
-            )
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec))
 
         return slots._replace(cache=jax.tree.map(place, slots.cache))
 
