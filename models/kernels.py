@@ -26,6 +26,11 @@ def kernel_of(platform: str) -> str:
     return {"tpu": "splash", "gpu": "cudnn", "cuda": "cudnn"}.get(platform, "blocks")
 
 
+def splash_tile(length: int) -> int:
+    """Queries, and keys, of a tile of splash attention; 0: it does not take rows of this length."""
+    return next((n for n in (_TILE, 512, 256, _LANES) if length % n == 0), 0)
+
+
 def row_attention(
     kernel: str,
     q: jax.Array,
@@ -48,7 +53,7 @@ def row_attention(
     """
     name, _, interpret = kernel.partition(":")
     _, length, _, width = q.shape
-    if name == "splash" and length % _LANES == 0 and width % _LANES == 0:
+    if name == "splash" and splash_tile(length) and width % _LANES == 0:
         return _splash(q, k, v, segments, window, bool(interpret))
     if name == "cudnn" and q.dtype in (jnp.bfloat16, jnp.float16) and width % 8 == 0:
         return _cudnn(q, k, v, segments, window)
@@ -103,7 +108,7 @@ def _splash_kernel(
         mask = splash.CausalMask(shape)
     else:
         mask = splash.LocalMask(shape, (window - 1, 0), 0)
-    tile = next(n for n in (_TILE, 512, 256, _LANES) if length % n == 0)
+    tile = splash_tile(length)
     sizes = splash.BlockSizes(
         block_q=tile,
         block_kv=tile,

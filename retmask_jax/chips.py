@@ -8,12 +8,18 @@ one device (v4, v5p) figures are of the chip; where it shows two (tpu7x), each h
 """
 
 import dataclasses
+import importlib.util
 import math
+import os
+import re
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
+from jax.experimental import topologies
+
+from retmask_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +100,65 @@ def _bandwidth(chip: Chip, dims: Sequence[int], d: int, size: int) -> float:
     return chip.link_bandwidth * (2 if ring else 1)
 
 
-def host_bounds(dims: Sequence[int]) -> tuple[int, int, int]:
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """TPU slices of one shape, known to the compiler.
+
+    Attributes:
+        name: such as v5e:4x8.
+        dims: chips along each dimension.
+        count: how many such slices.
+        devices: of all slices.
+    """
+
+    name: str
+    chip: Chip
+    dims: tuple[int, ...]
+    count: int
+    devices: list[jax.Device]
+
+
+def open_slice(topology: str, slices: int = 1) -> Slice:
+    """Asks the TPU compiler for a slice such as v5e:4x8, or several of them.
+
+    Raises:
+        UserError: libtpu is not installed, or there is no such slice.
+    """
+    known = f"want CHIP:AxB or CHIP:AxBxC, CHIP one of {', '.join(CHIPS)}, e.g. v5e:4x8"
+    name, _, shape = topology.partition(":")
+    if name not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
+        raise UserError(f"--topology={topology}: {known}")
+    if slices < 1:
+        raise UserError(f"--slices={slices}: at least 1")
+    if not importlib.util.find_spec("libtpu"):
+        raise UserError(
+            "plan needs the TPU compiler: pip install 'retmask-jax[tpu]' (no TPU is needed)"
+        )
+    for variable, value in {
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "true",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_MIN_LOG_LEVEL": "3",
+    }.items():
+        os.environ.setdefault(variable, value)
+    chip, dims = CHIPS[name], tuple(int(d) for d in shape.split("x"))
+    options = dict(chip.options, chips_per_host_bounds=_host_bounds(dims))
+    if slices > 1:
+        options["num_slices"] = slices
+    try:
+        found = topologies.get_topology_desc(topology, "tpu", **options)
+    except jax.errors.JaxRuntimeError as error:
+        raise UserError(f"--topology={topology}: {one_line(error)}; {known}") from None
+    return Slice(topology, chip, dims, slices, list(found.devices))
+
+
+def _host_bounds(dims: Sequence[int]) -> tuple[int, int, int]:
     """Chips of one host: a whole small slice of a flat torus (up to 8 chips), else 2 x 2."""
     if len(dims) == 2 and math.prod(dims) <= 8:
         return (*dims, 1)
     return (2, 2, 1)
+
+
+def one_line(error: object) -> str:
+    return " ".join(str(error).split())[:300]

@@ -1,0 +1,197 @@
+"""Programs compiled for TPU slices that need not be there, and what they take.
+
+The step that a stage runs is compiled for the slice by the TPU's own compiler, from shapes alone.
+Memory is the compiler's figure; operations, traffic and collectives are read from the program that
+it made (`hlo`); times are what the chip's public figures (`chips`) allow at best.
+"""
+
+import dataclasses
+import math
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+from retmask_jax import hlo
+from retmask_jax import mesh as meshes
+from retmask_jax.chips import Slice, links, one_line
+from retmask_jax.collectives import Collective, mesh_axes
+from retmask_jax.errors import UserError
+from retmask_jax.models.config import DecoderConfig
+from retmask_jax.programs import Work, sampler_works, stage_devices, train_work
+from retmask_jax.workdir import atomic_write
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What one program takes on one mesh; bytes and FLOPs are of one device.
+
+    Attributes:
+        work: the program.
+        mesh: sizes of the mesh's axes.
+        needed: bytes at the peak, None where the compiler did not say.
+        available: bytes that the compiler had.
+        fits: whether it compiled.
+        temporary: bytes besides `work.state`.
+        cost: operations, traffic and collectives; None where it does not fit.
+        sent: bytes sent, by kind of collective and axes of the mesh.
+        seconds: lower bounds of one run: compute, memory, interconnect, network.
+        peak_flops: per second of all devices.
+        compile_seconds: of the compiler.
+    """
+
+    work: Work
+    mesh: dict[str, int]
+    needed: int | None
+    available: int
+    fits: bool
+    temporary: int = 0
+    cost: hlo.Cost | None = None
+    sent: Counter = dataclasses.field(default_factory=Counter)
+    seconds: dict[str, float] = dataclasses.field(default_factory=dict)
+    peak_flops: float = math.inf
+    compile_seconds: float = 0.0
+
+    @property
+    def step_seconds(self) -> float:
+        """One run if all that can overlap does."""
+        return max(self.seconds.values(), default=math.inf)
+
+    @property
+    def serial_seconds(self) -> float:
+        """One run if no exchange of data overlaps with anything."""
+        busy = max(self.seconds["compute"], self.seconds["memory"])
+        return busy + self.seconds["interconnect"] + self.seconds["network"]
+
+    @property
+    def bound(self) -> str:
+        """What takes longest."""
+        return max(self.seconds, key=self.seconds.get)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the chips could do in `step_seconds` (arXiv 2204.02311, app. B)."""
+        return self.work.model_flops / (self.step_seconds * self.peak_flops)
+
+
+def estimates(
+    config: ConfigDict,
+    where: Slice,
+    stage: str,
+    model: DecoderConfig,
+    row_length: int = 0,
+    export_hlo: str = "",
+) -> Iterator[Estimate]:
+    """Compiles the programs of a stage on the configured mesh, and reads them.
+
+    Args:
+        row_length: tokens of a training row; 0: the longest bucket.
+        export_hlo: folder for the programs' text, "" for none.
+
+    Raises:
+        UserError: the mesh is impossible for the slice or the model; names the axis and numbers.
+    """
+    mesh = meshes.make_mesh(config.mesh, stage_devices(where, stage))
+    if stage == "train":
+        works = [train_work(config, model, mesh, row_length)]
+    else:
+        works = sampler_works(config, model, mesh, stage)
+    for work in works:
+        sizes = "-".join(str(size) for size in mesh.shape.values())
+        file = f"{work.name}-{where.name.replace(':', '-')}-{where.count}-{sizes}.hlo.txt"
+        yield _compile(work, where, mesh, Path(export_hlo) / file if export_hlo else None)
+
+
+def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estimate:
+    """Compiles and reads a program."""
+    chip, shape = where.chip, dict(mesh.shape)
+    state = sum(work.state.values())
+    if state > chip.hbm_bytes:  # nothing that the compiler does can help
+        return Estimate(work, shape, state, chip.hbm_bytes, fits=False)
+    with jax.set_mesh(mesh):
+        lowered = work.lower()
+        start = time.monotonic()
+        try:
+            compiled = lowered.compile()
+        except jax.errors.JaxRuntimeError as error:
+            needed, available = _exhausted(str(error))
+            return Estimate(work, shape, needed, available, fits=False)
+        seconds = time.monotonic() - start
+    memory = compiled.memory_analysis()
+    temporary = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
+    needed = (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + temporary
+    )
+    text = compiled.as_text()
+    if export:
+        with atomic_write(export) as file:
+            file.write(text)
+    program = hlo.Program(text, unknown_trips=work.unknown_trips, kernel_share=work.kernel_share)
+    cost = program.cost()
+    devices = mesh.devices.reshape(-1)[: program.partitions]
+    inside = shape | {"data": shape["data"] * program.partitions // mesh.size}  # one slice's mesh
+    sent, ici, network = Counter(), 0.0, 0.0
+    for collective in cost.collectives:
+        if collective.slices > 1:
+            axes = "slices"
+            network += collective.sent / chip.network_bandwidth
+        else:
+            axes = "+".join(mesh_axes(collective, inside))
+            ici += _link_seconds(collective, where, devices)
+        sent[collective.kind, axes] += collective.sent
+    return Estimate(
+        work=work,
+        mesh=shape,
+        needed=needed,
+        available=chip.hbm_bytes,
+        fits=True,
+        temporary=needed - state,
+        cost=cost,
+        sent=sent,
+        seconds={
+            "compute": cost.flops / chip.flops,
+            "memory": cost.hbm_bytes / chip.hbm_bandwidth,
+            "interconnect": ici,
+            "network": network,
+        },
+        peak_flops=chip.flops * mesh.size,
+        compile_seconds=seconds,
+    )
+
+
+def _exhausted(message: str) -> tuple[int | None, int]:
+    """Needed and available bytes out of the compiler's message.
+
+    Raises:
+        UserError: the message is about something else.
+    """
+    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
+    if not found:
+        raise UserError(f"the TPU compiler failed: {one_line(message)}")
+    unit = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    used, used_unit, room, room_unit = found.groups()
+    return int(float(used) * unit[used_unit]), int(float(room) * unit[room_unit])
+
+
+def _link_seconds(collective: Collective, where: Slice, devices: np.ndarray) -> float:
+    """Seconds on the links of a slice.
+
+    Gathers and sums run as rings along all dimensions of the slice that the group spans at once;
+    in an all-to-all half of the data crosses the middle of the longest dimension.
+    """
+    if collective.kind == "collective-permute":
+        return collective.sent / where.chip.link_bandwidth
+    speed = links(where.chip, where.dims, list(devices[collective.groups[0]]))
+    if collective.kind == "all-to-all":
+        moved = collective.times * collective.bytes
+        return moved * speed.longest / (4 * speed.longest_bandwidth)
+    return collective.sent / speed.bandwidth
