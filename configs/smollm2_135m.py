@@ -18,11 +18,11 @@ def get_config(arg: str = "") -> ConfigDict:
     config.mesh.fsdp = -1
 
     config.detect.min_length = 256
-    config.detect.max_length = 1024
+    config.detect.max_length = 768
     config.detect.lengths = 3
     config.detect.depths = 4
     config.detect.max_new_tokens = 32
-    config.detect.slots = 4
+    config.detect.slots = 8
     config.detect.prefill_chunk = 256
     config.heads.tau = 0.1
 
@@ -38,12 +38,12 @@ def get_config(arg: str = "") -> ConfigDict:
     config.train.learning_rate = 5e-6
     config.train.buckets = (128, 256)
     config.train.head_chunk = 128
-    config.train.checkpoint_every = 2
+    config.train.checkpoint_every = 4
 
     config.evaluate.min_length = 256
-    config.evaluate.max_length = 1024
-    config.evaluate.lengths = 3
+    config.evaluate.max_length = 768
+    config.evaluate.lengths = 2
     config.evaluate.depths = 3
     config.evaluate.max_new_tokens = 32
-    config.evaluate.slots = 4
+    config.evaluate.slots = 8
     return config

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 from tensorboardX import SummaryWriter
 
-from retmask_jax import batches, checkpoint_io, dpo, preferences
+from retmask_jax import batches, checkpoint_io, distributed, dpo, preferences
 from retmask_jax import mesh as meshes
 from retmask_jax.batches import Batch, Step
 from retmask_jax.errors import UserError
@@ -59,7 +59,8 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     pairs, counts = preferences.build(config, workdir, source)
     with jax.set_mesh(mesh):
         _train(config, workdir, source, mesh, pairs)
-    write_json(workdir.train / "summary.json", _summary(config, workdir, counts))
+    if jax.process_index() == 0:
+        write_json(workdir.train / "summary.json", _summary(config, workdir, counts))
 
 
 def load_trained(
@@ -131,6 +132,7 @@ def reference_logprobs(
             if jax.process_index() == 0:
                 write_part(folder, i, len(files), rows)
             rows = []
+    distributed.wait("reference written")
     reference = np.full((len(pairs), 2), np.nan, np.float32)
     for row in read_parts(folder):
         reference[row["pair"]] = row["chosen"], row["rejected"]
@@ -214,7 +216,11 @@ def _train(
 def _open_checkpoints(config: ConfigDict, workdir: Workdir) -> Iterator[ocp.CheckpointManager]:
     """The run's checkpoints; on leaving, all saves have ended, and well."""
     options = ocp.CheckpointManagerOptions(
-        max_to_keep=config.train.keep_checkpoints, cleanup_tmp_directories=True
+        max_to_keep=config.train.keep_checkpoints,
+        cleanup_tmp_directories=True,
+        # On a CPU a save in the background would hold the state that the next step gives away,
+        # and so cost the memory of a second one.
+        enable_async_checkpointing=jax.default_backend() != "cpu",
     )
     manager = ocp.CheckpointManager(workdir.train / "checkpoints", options=options)
     try:
@@ -303,7 +309,7 @@ def _row(number: int, step: Step, metrics: dict[str, np.ndarray]) -> dict[str, A
 def _cut_metrics(workdir: Workdir, done: int) -> None:
     """Cuts the rows of steps after the checkpoint: they will be taken again."""
     path = workdir.train / "metrics.jsonl"
-    if not path.exists():
+    if jax.process_index() or not path.exists():
         return
     with atomic_write(path) as file:
         kept = [row for row in read_jsonl(path) if row["step"] <= done]
