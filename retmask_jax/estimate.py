@@ -120,8 +120,8 @@ def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estim
         try:
             compiled = lowered.compile()
         except jax.errors.JaxRuntimeError as error:
-            needed, available = _exhausted(str(error))
-            return Estimate(work, shape, needed, available, fits=False)
+            needed, available = exhausted(str(error))
+            return Estimate(work, shape, needed, available or chip.hbm_bytes, fits=False)
         seconds = time.monotonic() - start
     memory = compiled.memory_analysis()
     temporary = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
@@ -168,17 +168,22 @@ def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estim
     )
 
 
-def _exhausted(message: str) -> tuple[int | None, int]:
-    """Needed and available bytes out of the compiler's message.
+def exhausted(message: str) -> tuple[int | None, int | None]:
+    """Needed and available bytes as the compiler's message has them, None where it does not.
 
     Raises:
         UserError: the message is about something else.
     """
-    found = re.search(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm", message)
-    if not found:
+    if not message.startswith("RESOURCE_EXHAUSTED"):
         raise UserError(f"the TPU compiler failed: {one_line(message)}")
-    unit = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+    size = r"([\d.]+)([KMGT]?)"
+    found = re.search(rf"Used {size} of {size} hbm", message) or re.search(
+        rf"\({size}\) exceeds available HBM \({size}\)", message
+    )
+    if not found:
+        return None, None
     used, used_unit, room, room_unit = found.groups()
+    unit = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
     return int(float(used) * unit[used_unit]), int(float(room) * unit[room_unit])
 
 

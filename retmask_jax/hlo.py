@@ -19,6 +19,7 @@ _NO_TRAFFIC = {
     "partition-id", "replica-id", "copy-done", "async-done", "async-update", "opt-barrier",
     "send", "send-done", "recv", "recv-done",
 }  # fmt: skip
+_UPDATES = {"dynamic-update-slice": 1, "scatter": 2}  # in place; which operand is the update
 
 
 @dataclasses.dataclass
@@ -155,10 +156,12 @@ class Program:
         operands = [body[name].shapes for name in each.operands if name in body]
         if each.opcode in ("dynamic-slice", "slice", "gather"):
             return sum(s.bytes * (2 if s.hbm else 1) for s in each.shapes)
-        if each.opcode == "dynamic-update-slice":
-            return 2 * _hbm(operands[1])
-        if each.opcode in ("copy-start", "async-start"):  # (destination, source, …)
-            return _hbm(each.shapes[:1]) + sum(s.bytes for s in each.shapes[:1])
+        if each.opcode in _UPDATES:
+            return 2 * _hbm(operands[_UPDATES[each.opcode]])
+        if each.opcode.endswith("-start"):
+            # copy-start gives (destination, source, …), the others (source, destination, …).
+            to, source = each.shapes[:2] if each.opcode == "copy-start" else each.shapes[1::-1]
+            return to.bytes * (to.hbm + source.hbm)
         if each.opcode == "custom-call" and "tpu_custom_call" not in each.attributes:
             return 0
         return _hbm(each.shapes) + sum(_hbm(shapes) for shapes in operands)
@@ -196,7 +199,7 @@ class Program:
                     for one in inner.values()
                     if one.opcode == "parameter" and one.operands[0] == place
                 )
-            elif user.opcode != "dynamic-update-slice" or user.operands[0] != value.name:
+            elif user.opcode not in _UPDATES or user.operands[0] != value.name:
                 total += value.shapes[0].bytes
         return min(total, value.shapes[0].bytes)
 
@@ -209,8 +212,8 @@ class Program:
         if value.opcode == "fusion":
             inner = self._inner(value)
             return sum(self._written(one, inner) for one in _results(inner))
-        if value.opcode == "dynamic-update-slice":
-            return body[value.operands[1]].shapes[0].bytes
+        if value.opcode in _UPDATES:
+            return body[value.operands[_UPDATES[value.opcode]]].shapes[0].bytes
         return sum(shape.bytes for shape in value.shapes)
 
     def _collectives(self, each: Instruction) -> Iterator[Collective]:

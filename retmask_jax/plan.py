@@ -51,7 +51,7 @@ def run(
     where = open_slice(topology, slices)
     if not sweep:
         for estimate in estimates(config, where, stage, model, row_length, export_hlo):
-            print(report(estimate, where, stage, name, model), flush=True)
+            print(report(estimate, where, name, model), flush=True)
         return
     found: list[tuple[dict[str, int], list[Estimate] | UserError]] = []
     for shape in mesh_shapes(len(stage_devices(where, stage)), where.count):
@@ -74,7 +74,7 @@ def mesh_shapes(n_devices: int, slices: int) -> Iterator[dict[str, int]]:
             yield shape
 
 
-def report(estimate: Estimate, where: Slice, stage: str, name: str, model: DecoderConfig) -> str:
+def report(estimate: Estimate, where: Slice, name: str, model: DecoderConfig) -> str:
     """The plan of one program as text."""
     work = estimate.work
     n = math.prod(estimate.mesh.values())
