@@ -32,7 +32,7 @@ def reference(smollm2_source):
 @pytest.fixture(scope="module")
 def tokens(smollm2_chat):
     """2,000 tokens of prose."""
-    ids = smollm2_chat.encode_text(read_haystack("").text[:20000])
+    ids = smollm2_chat.encode_text(read_haystack("")[:20000])
     return np.asarray(ids[:2000], np.int32)
 
 
