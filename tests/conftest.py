@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test, and the models that tests share."""
 
+import importlib.util
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -15,6 +16,13 @@ import pytest
 
 from retmask_jax.models import config_from_hf
 from retmask_jax.models.decoder import Decoder, abstract, parameters
+
+# These compare with PyTorch, a test extra.
+collect_ignore = (
+    []
+    if importlib.util.find_spec("torch")
+    else ["test_dpo_torch.py", "test_families.py", "test_smollm2.py"]
+)
 
 TINY_HF = {
     "llama": {

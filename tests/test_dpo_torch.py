@@ -2,15 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 from conftest import tiny_hf
+from torch_reference import torch_model
 from training import UNKNOWN, Trainer, gradient_norms, options, random_pairs, tiny, with_reference
 
 from retmask_jax import batches, dpo
 from retmask_jax.batches import Step
 from retmask_jax.models import weight_names
-
-torch = pytest.importorskip("torch")
-from torch_reference import torch_model  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from conftest import TINY_HF, tiny_decoder, tiny_hf
+from torch_reference import mask_heads, state_dict, torch_model
 
 from retmask_jax.mesh import AXES, shardings
 from retmask_jax.models.decoder import Decoder, init_cache
-
-torch = pytest.importorskip("torch")
-from torch_reference import mask_heads, state_dict, torch_model  # noqa: E402
 
 pytestmark = pytest.mark.torch
 

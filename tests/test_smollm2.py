@@ -7,14 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
+import transformers
+from torch_reference import mask_heads
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from retmask_jax.haystack import read_haystack
 from retmask_jax.mesh import AXES, shardings
 from retmask_jax.models.decoder import init_cache
-
-torch = pytest.importorskip("torch")
-import transformers  # noqa: E402
-from torch_reference import mask_heads  # noqa: E402
 
 pytestmark = pytest.mark.torch
 TOLERANCE = dict(atol=1e-3, rtol=0)
@@ -22,11 +22,17 @@ TOLERANCE = dict(atol=1e-3, rtol=0)
 
 @pytest.fixture(scope="module")
 def reference(smollm2_source):
-    path = smollm2_source.path
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, dtype=torch.float32, attn_implementation="eager"
+    path = str(smollm2_source.path)
+    config = transformers.AutoConfig.from_pretrained(
+        smollm2_source.path.parent, gguf_file=smollm2_source.path.name
     )
-    return model.eval()
+    config._attn_implementation = "eager"
+    model = transformers.LlamaForCausalLM(config).eval().float()
+    tensors = load_gguf_checkpoint(path, return_tensors=True, model_to_load=model)["tensors"]
+    missing, unexpected = model.load_state_dict(tensors, strict=False)
+    assert set(missing) <= {"lm_head.weight"} and not unexpected
+    model.tie_weights()
+    return model
 
 
 @pytest.fixture(scope="module")
