@@ -10,12 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from retmask_jax.models import attention
 from retmask_jax.models.config import SLIDING, DecoderConfig
 from retmask_jax.models.kernels import row_attention
 from retmask_jax.models.layers import rms_norm, rope_table, scale, weight
-from retmask_jax.models.partitioning import constrain
+from retmask_jax.models.partitioning import activation_spec, constrain
 
 CACHE_BLOCK = 128  # the length of a cache is a multiple of it
 CACHE_AXES = (None, "batch", None, "kv_heads", None)  # of each array of a cache
@@ -198,25 +199,46 @@ class _Store:
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         slots = self.cache.k[self.p].shape[2]
         if self.window is None:
-            self._write(k, v, self.positions, self.segments != 0)
+            self._write(k, v)
             return self._attend_slots(q, jnp.arange(slots)[None], slot_is_position=True)
         first = self.positions[:, :1]
         if q.shape[1] == 1:
             # The one key that is overwritten has just left the window.
-            self._write(k, v, self.positions % slots, self.segments != 0)
+            self._write(k, v)
             return self._attend_slots(q, _held(first, slots), slot_is_position=False)
         return self._attend_ring(q, k, v, _held(first - 1, slots))
 
-    def _write(self, k: jax.Array, v: jax.Array, slots: jax.Array, real: jax.Array) -> None:
-        p, out_of_bounds = self.p, self.cache.k[self.p].shape[2]
-        slots = jnp.where(real, slots, out_of_bounds)
-        rows = (jnp.arange(slots.shape[0]) if self.rows is None else self.rows)[:, None]
+    def _write(self, k: jax.Array, v: jax.Array) -> None:
+        """Stores the real tokens; of those that share a slot of a ring, the last."""
+        p, put = self.p, self._put_token if k.shape[1] == 1 else self._put_tokens
+        stores = put((self.cache.k[p], self.cache.v[p]), (k, v))
+        self.cache = KVCache(
+            *((*old[:p], new, *old[p + 1 :]) for old, new in zip(self.cache, stores, strict=True))
+        )
 
-        def put(old: tuple[jax.Array, ...], new: jax.Array) -> tuple[jax.Array, ...]:
-            at = old[p].at[self.g, rows, slots]
-            return (*old[:p], at.set(new.astype(old[p].dtype), mode="drop"), *old[p + 1 :])
+    def _put_token(self, stores: tuple, new: tuple) -> tuple[jax.Array, ...]:
+        slots = stores[0].shape[2]
+        rows = jnp.arange(self.positions.shape[0]) if self.rows is None else self.rows
+        at = jnp.where(self.segments != 0, self.positions % slots, slots)  # slots: not written
+        return tuple(
+            store.at[self.g, rows[:, None], at].set(x.astype(store.dtype), mode="drop")
+            for store, x in zip(stores, new, strict=True)
+        )
 
-        self.cache = KVCache(put(self.cache.k, k), put(self.cache.v, v))
+    def _put_tokens(self, stores: tuple, new: tuple) -> tuple[jax.Array, ...]:
+        """Row by row, a stretch of slots at once: on TPU a scatter would copy the cache."""
+        slots, n = stores[0].shape[2], self.positions.shape[1]
+        width = min(n, slots) if self.window is None else slots
+        real, first = self.segments != 0, self.positions[:, 0]
+        begin = jnp.clip(first, 0, slots - width)
+        last = first + jnp.sum(real, axis=1, dtype=jnp.int32) - 1
+        written = begin[:, None] + jnp.arange(width)
+        token = last[:, None] - (last[:, None] - written) % slots - first[:, None]  # for each slot
+        keep = (token < 0) | ~jnp.any(real, axis=1, keepdims=True)
+        index = jnp.clip(token, 0)[:, :, None, None]
+        fresh = tuple(jnp.take_along_axis(x, index, axis=1) for x in new)
+        rows = jnp.arange(first.shape[0]) if self.rows is None else self.rows
+        return _put_rows(stores, fresh, self.g, rows, begin, keep)
 
     def _attend_slots(
         self, q: jax.Array, held: jax.Array, *, slot_is_position: bool
@@ -252,7 +274,6 @@ class _Store:
         """Several new queries: over the stored keys and the new ones, then the last are stored."""
         rows = slice(None) if self.rows is None else self.rows
         old_k, old_v = self.cache.k[self.p][self.g][rows], self.cache.v[self.p][self.g][rows]
-        slots = old_k.shape[1]
         keys = attention.Keys(
             jnp.concatenate([old_k.astype(k.dtype), k], axis=1),
             jnp.concatenate([old_v.astype(v.dtype), v], axis=1),
@@ -271,10 +292,59 @@ class _Store:
             self.window,
             slot_is_position=False,
         )
-        real = self.segments != 0
-        last = jnp.max(jnp.where(real, self.positions, -1), axis=1, keepdims=True)
-        self._write(k, v, self.positions % slots, real & (self.positions > last - slots))
+        self._write(k, v)
         return out
+
+
+def _put_rows(
+    stores: tuple[jax.Array, ...],
+    fresh: tuple[jax.Array, ...],
+    g: jax.Array,
+    rows: jax.Array,
+    begin: jax.Array,
+    keep: jax.Array,
+) -> tuple[jax.Array, ...]:
+    """Writes fresh [R, W, K, H] to slots begin [R] .. of rows [R] in group g of stores.
+
+    Slots that `keep` bool [R, W] marks stay as they are. Each device writes the rows that it has.
+    """
+
+    def local(
+        stores: tuple[jax.Array, ...],
+        fresh: tuple[jax.Array, ...],
+        g: jax.Array,
+        rows: jax.Array,
+        begin: jax.Array,
+        keep: jax.Array,
+        axes: tuple[str, ...] = (),
+    ) -> tuple[jax.Array, ...]:
+        held = stores[0].shape[1]
+        rows = rows - (jax.lax.axis_index(axes) * held if axes else 0)
+        keep = keep | ((rows < 0) | (rows >= held))[:, None]
+        rows = jnp.clip(rows, 0, held - 1)
+
+        def put(r: jax.Array, stores: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            def one(store: jax.Array, x: jax.Array) -> jax.Array:
+                start = (g, rows[r], begin[r], 0, 0)
+                old = jax.lax.dynamic_slice(store, start, (1, 1, *x.shape[1:]))
+                new = jnp.where(keep[r][:, None, None], old, x[r].astype(store.dtype))
+                return jax.lax.dynamic_update_slice(store, new, start)
+
+            return tuple(one(store, x) for store, x in zip(stores, fresh, strict=True))
+
+        return jax.lax.fori_loop(0, rows.shape[0], put, stores)
+
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return local(stores, fresh, g, rows, begin, keep)
+    spec = activation_spec(CACHE_AXES, stores[0].shape, mesh)
+    new, whole = PartitionSpec(None, None, spec[3], None), PartitionSpec()
+    return jax.shard_map(
+        functools.partial(local, axes=spec[1] or ()),
+        in_specs=((spec, spec), (new, new), whole, whole, whole, whole),
+        out_specs=(spec, spec),
+        check_vma=False,
+    )(stores, fresh, g, rows, begin, keep)
 
 
 def _held(last: jax.Array, slots: int) -> jax.Array:
