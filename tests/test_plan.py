@@ -9,7 +9,7 @@ import pytest
 from conftest import tiny_hf
 from jax.sharding import AbstractMesh, AxisType
 
-from retmask_jax import cli, estimate, plan
+from retmask_jax import chips, cli, estimate, plan
 from retmask_jax.chips import CHIPS, Slice, open_slice
 from retmask_jax.configs import base, llama31_8b
 from retmask_jax.errors import UserError
@@ -140,6 +140,12 @@ def test_the_compilers_other_errors_are_told():
 def test_a_slice_that_cannot_be(topology, slices, message):
     with pytest.raises(UserError, match=message):
         open_slice(topology, slices)
+
+
+def test_without_the_tpu_compiler(monkeypatch):
+    monkeypatch.setattr(chips.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'retmask-jax\[tpu\]'"):
+        open_slice("v5e:2x2")
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,9 @@ def test_sampling(stage, sizes, length, tokens, family):
     assert (decode.work.tokens, prefill.work.tokens) == tokens
     assert not any(length in s.dims for found in decode.cost.collectives for s in found.shapes)
     held = decode.work.state["weights"] - 2 * V * D / 4 + decode.work.state["cache"]
-    assert 0.9 * held < decode.cost.hbm_bytes < 4 * held
+    assert 0.9 * held < decode.cost.hbm_bytes < 2 * held
+    # A prefill that copied the cache in each layer would be far above this.
+    assert prefill.cost.hbm_bytes < 5 * prefill.work.state["cache"]
 
 
 def test_the_head_is_gathered_once_and_never_along_the_vocabulary():
