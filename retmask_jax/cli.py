@@ -41,6 +41,17 @@ PLAN = {
     "export_hlo": ("", "folder for the text of the compiled programs; empty: none"),
 }
 
+# The options of all other stages that say which processes make up a run: default and meaning.
+RUN = {
+    "coordinator": ("", "HOST:PORT of process 0, where the processes of a run meet"),
+    "processes": (0, "number of processes of the run; 1: this one alone; 0: find out"),
+    "process": (-1, "which of them this is, from 0"),
+    "lost_after": (60, "seconds without a sign of life until a process counts as lost"),
+}
+RUN_HELP = """\
+Several hosts: on Cloud TPU slices, under Slurm and under mpirun the processes find one another;
+elsewhere start the same command on each, with --coordinator, --processes and --process."""
+
 HELP = """\
 usage: retmask STAGE --config=FILE[:ARG] --workdir=DIR [--config.GROUP.NAME=VALUE …]
 
@@ -69,17 +80,26 @@ def main(argv: list[str] | None = None) -> int:
     """Runs one command line and returns its exit status: 0, 1 (failed) or 2 (user's mistake)."""
     try:
         _command(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        return _fail(str(error), 2)
-    except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on where it stopped", 130)
-    except Exception as error:
-        if full := no_room(error):
-            return _fail(f"{full}; make room, then the same command goes on where it stopped", 1)
-        if isinstance(error, OSError) and error.filename and error.strerror:
-            return _fail(f"{error.filename}: {error.strerror}", 1)
-        raise
+    except (Exception, KeyboardInterrupt) as error:
+        line, status = _explain(error)
+        if not line:
+            raise
+        print(f"retmask: error: {' '.join(line.split())}", file=sys.stderr)
+        return status
     return 0
+
+
+def _explain(error: BaseException) -> tuple[str, int]:
+    """Returns the line to say and the exit status; no line where the error is not foreseen."""
+    if isinstance(error, UserError):
+        return str(error), 2
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; the same command goes on where it stopped", 130
+    if full := no_room(error):
+        return f"{full}; make room, then the same command goes on where it stopped", 1
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.filename}: {error.strerror}", 1
+    return "", 1
 
 
 def no_room(error: BaseException | None) -> str:
@@ -112,7 +132,10 @@ def _command(argv: list[str]) -> None:
         print(f"usage: retmask {stage} --config=FILE[:ARG] --workdir=DIR [option …]\n")
         if stage == "export":
             print("  --masked\n      write the source's weights, masked, not the trained ones")
+        for name, (default, text) in RUN.items():
+            print(f"  --{name}={default}\n      {text}")
         print(configs.describe(stage))
+        print(f"\n{RUN_HELP}")
         return
     values, overrides = parse(stage, args)
     config = configs.load(values.config, overrides)
@@ -123,7 +146,11 @@ def _command(argv: list[str]) -> None:
         options = {name: values[name].value for name in PLAN}
         plan.run(config, workdir=values.workdir or "", **options)
         return
-    _run(stage, config, Workdir(values.workdir), {"masked": True} if values.masked else {})
+    from retmask_jax import distributed
+
+    joining = {name: values[name].value for name in RUN}
+    with distributed.together(_explain, **joining):
+        _run(stage, config, Workdir(values.workdir), {"masked": True} if values.masked else {})
 
 
 def parse(stage: str, args: list[str]) -> tuple[flags.FlagValues, list[str]]:
@@ -132,7 +159,7 @@ def parse(stage: str, args: list[str]) -> tuple[flags.FlagValues, list[str]]:
     flags.DEFINE_string("config", None, "config file or name", flag_values=values)
     flags.DEFINE_string("workdir", None, "work directory", flag_values=values)
     flags.DEFINE_boolean("masked", False, "export the masked weights", flag_values=values)
-    for name, (default, text) in PLAN.items() if stage == "plan" else ():
+    for name, (default, text) in (PLAN if stage == "plan" else RUN).items():
         define = {bool: flags.DEFINE_boolean, int: flags.DEFINE_integer, str: flags.DEFINE_string}
         define[type(default)](name, default, text, flag_values=values)
     own, overrides = [], []
@@ -174,21 +201,23 @@ def _quiet() -> None:
 def _run(stage: str, config: ConfigDict, workdir: Workdir, options: dict[str, bool]) -> None:
     _check(stage, config)
     import jax
-    from jax.experimental import multihost_utils
+
+    from retmask_jax import distributed
 
     first = jax.process_index() == 0  # of the processes of one job, which share the work directory
     with contextlib.ExitStack() as stack:
         if first:
             stack.enter_context(workdir.lock())
             workdir.freeze(config)
-        multihost_utils.sync_global_devices("work directory is ours")
-        stack.enter_context(_logging(workdir, to_file=first and is_local(workdir.root)))
+        distributed.wait("work directory is ours")
+        stack.enter_context(_logging(workdir, first))
         for name in STAGES[stage]:
             module = importlib.import_module(f"retmask_jax.{name}")
             _log.info("%s: started", name)
             start = time.monotonic()
             peak = _peak_memory()
             module.run(config, workdir, **options)
+            distributed.wait(f"{name}: done")
             seconds = clock(time.monotonic() - start)
             _log.info("%s: done in %s, peak memory %.2f GiB", name, seconds, peak() / 2**30)
 
@@ -213,13 +242,16 @@ def _check(stage: str, config: ConfigDict) -> None:
 
 
 @contextlib.contextmanager
-def _logging(workdir: Workdir, to_file: bool) -> Iterator[None]:
-    """Sends the log to stderr and, if asked to, to the work directory's retmask.log."""
+def _logging(workdir: Workdir, first: bool) -> Iterator[None]:
+    """Sends the log to stderr and, from the first process, to the work directory's retmask.log.
+
+    Of the other processes' only warnings are shown.
+    """
     logging.raiseExceptions = False  # a full disk is reported once, not once a line
     console = _Console()
-    console.setLevel(logging.INFO)
+    console.setLevel(logging.INFO if first else logging.WARNING)
     handlers: list[logging.Handler] = [console]
-    if to_file:
+    if first and is_local(workdir.root):
         file = logging.FileHandler(workdir.root / "retmask.log", encoding="utf-8")
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         handlers.append(file)
@@ -263,8 +295,3 @@ def _peak_memory() -> Callable[[], int]:
         for line in Path("/proc/self/status").read_text().splitlines()
         if line.startswith("VmHWM:")
     )
-
-
-def _fail(message: str, status: int) -> int:
-    print(f"retmask: error: {' '.join(message.split())}", file=sys.stderr)
-    return status

@@ -16,15 +16,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 from rouge_score.rouge_scorer import RougeScorer
 
-from retmask_jax import checkpoint_io, heads, plots
+from retmask_jax import checkpoint_io, distributed, heads, plots
 from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
 from retmask_jax.haystack import Haystack, Needle, read_haystack, read_needles
-from retmask_jax.mesh import make_mesh
+from retmask_jax.mesh import local_mesh
 from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.sampler import Completion, Request, Sampler
 from retmask_jax.workdir import (
@@ -252,7 +251,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     slices = cut(plan.trials, PART_TRIALS)
     missing = unfinished(folder / "parts", len(slices))[::-1]  # the longest trials first
     if missing:
-        mesh = make_mesh(config.mesh, jax.local_devices())
+        mesh = local_mesh(config.mesh)
         model = checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh)
         sampler = Sampler(
             model,
@@ -280,19 +279,19 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
             label="detect",
             unit="trial",
         )
-    multihost_utils.sync_global_devices("detect: all parts written")
+    distributed.wait("detect: all parts written")
     if jax.process_index() == 0:
         shape = (source.config.n_layers, source.config.n_heads)
         assemble(config, folder, plan, shape)
-    multihost_utils.sync_global_devices("detect: assembled")
 
 
 def hold(plan: Plan, path: Any) -> None:
     """Writes the plan's summary at the first start and holds later starts to it."""
     summary = plan.summary()
-    if not path.exists():
+    if jax.process_index() == 0 and not path.exists():
         write_json(path, summary)
-    elif read_json(path) != summary:
+    distributed.wait(f"{path} written")
+    if read_json(path) != summary:
         raise UserError(
             f"{path}: this work directory was begun with other trials (the haystack, the needles, "
             "the tokenizer or the version of Python has changed since); use another --workdir"

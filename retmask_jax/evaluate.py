@@ -15,18 +15,17 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from retmask_jax import checkpoint_io, detect, heads, plots, train
+from retmask_jax import checkpoint_io, detect, distributed, heads, plots, train
 from retmask_jax.chat import Chat
 from retmask_jax.detect import Trial
 from retmask_jax.errors import UserError
 from retmask_jax.generate import response
 from retmask_jax.haystack import read_haystack, sentence_ends
 from retmask_jax.heads import HeadMask
-from retmask_jax.mesh import make_mesh
+from retmask_jax.mesh import local_mesh
 from retmask_jax.models.decoder import Decoder
 from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
@@ -89,7 +88,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         )
     detect.hold(plan, folder / "plan.json")
 
-    mesh, dtype = make_mesh(config.mesh, jax.local_devices()), config.model.dtype
+    mesh, dtype = local_mesh(config.mesh), config.model.dtype
     masks = initial_masks(selected, config.evaluate.random_seeds, config.seed)
     load = partial(checkpoint_io.load_model, source, dtype=dtype, mesh=mesh)
     groups = [Group("initial", masks, load)]
@@ -100,10 +99,9 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         _log.warning("evaluate: no trained weights yet; run train, then evaluate again")
     for group in groups:
         _answer(config, group, plan.trials, chat, longest, mesh, folder / group.name)
-    multihost_utils.sync_global_devices("evaluate: all parts written")
+    distributed.wait("evaluate: all parts written")
     if jax.process_index() == 0:
         assemble(config, folder, groups)
-    multihost_utils.sync_global_devices("evaluate: assembled")
 
 
 def _answer(

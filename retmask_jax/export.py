@@ -19,11 +19,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from ml_collections import ConfigDict
 
-from retmask_jax import __version__, gguf_io, safetensors_io
+from retmask_jax import __version__, distributed, gguf_io, safetensors_io
 from retmask_jax.checkpoint_io import (
     INDEX,
     SINGLE,
@@ -146,8 +145,7 @@ def export_model(
         if writes and temporary.exists():
             temporary.rmtree()
         raise
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(f"export {out.name}")
+    distributed.wait(f"{out.name} written")
 
 
 @dataclasses.dataclass(frozen=True)

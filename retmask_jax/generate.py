@@ -12,13 +12,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from retmask_jax import checkpoint_io, heads
+from retmask_jax import checkpoint_io, distributed, heads
 from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
-from retmask_jax.mesh import make_mesh
+from retmask_jax.mesh import local_mesh
 from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.prompts import Prompt, read_prompts
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
@@ -76,7 +75,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     chat = Chat.load(source, date=config.chat.date)
     if todo := unfinished(folder, len(slices)):
         _sample(config, workdir, source, chat, slices, todo)
-    multihost_utils.sync_global_devices("generate: all parts written")
+    distributed.wait("generate: all parts written")
     if jax.process_index() == 0:
         write_json(folder / "summary.json", _summary(config, folder, chat, slices, counts))
 
@@ -97,7 +96,7 @@ def _sample(
             f"but the model has {source.config.max_position} positions"
         )
     keep = heads.read_selection(workdir).array
-    mesh = make_mesh(config.mesh, jax.local_devices())
+    mesh = local_mesh(config.mesh)
     sampler = Sampler(
         checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh),
         bank=np.stack([np.ones_like(keep), keep]),

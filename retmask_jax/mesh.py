@@ -55,6 +55,32 @@ def make_mesh(config: ConfigDict, devices: list[jax.Device] | None = None) -> Me
     return Mesh(_grid(shape, devices), AXES, axis_types=axis_types)
 
 
+def local_mesh(
+    config: ConfigDict, devices: list[jax.Device] | None = None, n_run: int | None = None
+) -> Mesh:
+    """The mesh for work that every process does by itself, on its own devices.
+
+    Each axis is as long as in the run's mesh if that fits, the innermost axes first; `data` takes
+    what is left. With one process it is the run's mesh.
+
+    Args:
+      config: the section `mesh` of the configuration.
+      devices: the process's (default: this one's).
+      n_run: how many devices the run has (default: this run).
+
+    Raises:
+      UserError: see `mesh_shape`.
+    """
+    devices = devices if devices is not None else jax.local_devices()
+    shape, left = mesh_shape(config, n_run or jax.device_count()), len(devices)
+    for axis in reversed(AXES[1:]):
+        shape[axis] = math.gcd(shape[axis], left)
+        left //= shape[axis]
+    shape["data"] = left
+    axis_types = (AxisType.Auto,) * len(AXES)
+    return Mesh(_grid(shape, devices), AXES, axis_types=axis_types)
+
+
 def _grid(shape: dict[str, int], devices: list[jax.Device]) -> np.ndarray:
     """The devices in the order in which neighbours on the mesh are near one another."""
     sizes = tuple(shape.values())

@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
+import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from retmask_jax import distributed
 from retmask_jax.chat import Chat
 from retmask_jax.checkpoint_io import Source
 from retmask_jax.errors import UserError
@@ -232,25 +234,29 @@ def _conversation(row: dict, side: str, where: str) -> list[dict] | None:
 def build(config: ConfigDict, workdir: Workdir, source: Source) -> tuple[Pairs, dict]:
     """Returns the run's pairs and what was counted, made from the responses at the first call.
 
+    Of several processes the first one makes them.
+
     Raises:
         UserError: the generate stage has not ended, or no pair is left.
     """
     folder = workdir.preferences
-    if not (folder / "summary.json").exists():
-        limit = config.preferences.max_tokens
-        if config.preferences.path:
-            chat = Chat.load(source, date=config.chat.date)
-            thinking = config.chat.thinking_generate
-            collector = from_conversations(
-                config.preferences.path, chat, thinking=thinking, max_tokens=limit
-            )
-        else:
-            parts = finished_parts(workdir.generate)
-            collector = from_responses((row for part in parts for row in read_part(part)), limit)
+    if jax.process_index() == 0 and not (folder / "summary.json").exists():
+        collector = _collect(config, workdir, source)
         pairs = collector.pairs()
         with atomic_write(folder / "pairs.npz", "wb") as file:
             np.savez(file, tokens=pairs.tokens, lengths=pairs.lengths, names=pairs.names)
         write_json(folder / "summary.json", collector.counts)
         _log.info("preferences: %s", collector.counts)
+    distributed.wait("pairs written")
     with (folder / "pairs.npz").open("rb") as file, np.load(file) as arrays:
         return Pairs(**arrays), read_json(folder / "summary.json")
+
+
+def _collect(config: ConfigDict, workdir: Workdir, source: Source) -> PairCollector:
+    limit = config.preferences.max_tokens
+    if not config.preferences.path:
+        parts = finished_parts(workdir.generate)
+        return from_responses((row for part in parts for row in read_part(part)), limit)
+    chat = Chat.load(source, date=config.chat.date)
+    thinking = config.chat.thinking_generate
+    return from_conversations(config.preferences.path, chat, thinking=thinking, max_tokens=limit)

@@ -68,6 +68,8 @@ def load_trained(
 ) -> Decoder:
     """Loads the weights of the last checkpoint as `dtype`, sharded over `mesh`.
 
+    Only the processes that have devices in `mesh` take part.
+
     Raises:
         UserError: there is no checkpoint.
     """
@@ -77,7 +79,10 @@ def load_trained(
     steps = ocp.utils.checkpoint_steps(folder) if folder.exists() else []
     if not steps:
         raise UserError(f"{folder}: no checkpoint; run the train stage first")
-    with _open_checkpoints(config, workdir) as manager:
+    who = {device.process_index for device in mesh.devices.flat}
+    together = ocp.options.MultiprocessingOptions(primary_host=min(who), active_processes=who)
+    options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=together)
+    with ocp.CheckpointManager(folder, options=options) as manager:
         restore = ocp.args.Composite(params=ocp.args.StandardRestore(targets))
         return dpo.as_model(like, manager.restore(max(steps), args=restore).params)
 

@@ -212,18 +212,6 @@ def test_kills_lose_only_unfinished_parts(setup, left_alone, monkeypatch):
     assert contents(workdir) == left_alone
 
 
-def test_processes_share_the_parts(setup, left_alone, monkeypatch):
-    config, workdir = setup()
-    monkeypatch.setattr(evaluate.multihost_utils, "sync_global_devices", lambda name: None)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for process, mine in ((1, {1}), (0, {0, 1, 2})):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        evaluate.run(config, workdir)
-        names = {path.name for path in parts(workdir.evaluate / "trained")}
-        assert names == {f"part-0000{i}-of-00003.jsonl.gz" for i in mine}
-    assert contents(workdir) == left_alone
-
-
 def test_refusals(setup, left_alone, tmp_path):
     config, workdir = setup(max_length=510, max_new_tokens=6)
     with pytest.raises(UserError, match=r"evaluate\.max_length .* but the model has 512 positions"):
