@@ -58,8 +58,7 @@ def _measure(
     model: Decoder, micro: Batch, total: jax.Array, beta: float, options: dict
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """A micro-batch's share of the step's loss and metrics, which are means over its pairs."""
-    by_token = reply_logprobs(model, micro.tokens, micro.prompt_lengths, micro.lengths, **options)
-    logps = jnp.sum(by_token, axis=1)
+    logps, _ = reply_logprobs(model, micro.tokens, micro.prompt_lengths, micro.lengths, **options)
     weights = micro.weights / total
     loss = jnp.sum(weights * pair_losses(logps, micro.reference_logps, beta))
     rewards = jnp.split(beta * (logps - micro.reference_logps), 2)
@@ -241,14 +240,8 @@ def make_logprobs(
 
     def logprobs(params: Params, batch: Batch) -> jax.Array:
         def one(_: None, micro: Batch) -> tuple[None, jax.Array]:
-            by_token = reply_logprobs(
-                as_model(like, params),
-                micro.tokens,
-                micro.prompt_lengths,
-                micro.lengths,
-                **options,
-            )
-            return None, jnp.sum(by_token, axis=1)
+            rows = micro.tokens, micro.prompt_lengths, micro.lengths
+            return None, reply_logprobs(as_model(like, params), *rows, **options)[0]
 
         return jax.lax.scan(one, None, batch)[1]
 

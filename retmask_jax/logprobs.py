@@ -20,8 +20,8 @@ def reply_logprobs(
     chunk: int,
     remat: bool = False,
     kernel: str = "blocks",
-) -> jax.Array:
-    """Log-prob of each token of each row's reply; what is scored follows from lengths alone.
+) -> tuple[jax.Array, jax.Array]:
+    """Log-prob of each row's reply; which tokens are scored follows from lengths alone.
 
     Args:
         model: float32 master weights.
@@ -33,7 +33,8 @@ def reply_logprobs(
         remat, kernel: see `Decoder`.
 
     Returns:
-        f32 [R, T]: at t the log-prob of token t + 1, 0 unless prompt_length <= t + 1 < length.
+        f32 [R], the sum over the reply's tokens, and f32 [R, T], the terms: at t that of token
+        t + 1, 0 unless prompt_length <= t + 1 < length.
     """
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     segments = (positions < lengths[:, None]).astype(jnp.int32)
@@ -42,7 +43,20 @@ def reply_logprobs(
     targets = jnp.roll(tokens, -1, axis=1)
     following = positions + 1
     scored = (following >= prompt_lengths[:, None]) & (following < lengths[:, None])
-    return token_logprobs(hidden, model.unembed(), targets, scored, chunk)
+    by_token = token_logprobs(hidden, model.unembed(), targets, scored, chunk)
+    return _sum_in_pairs(constrain(by_token, "batch", None)), by_token
+
+
+def _sum_in_pairs(x: jax.Array) -> jax.Array:
+    """[R, T] -> [R], in an order that no compiler changes.
+
+    The reference's and the policy's log-probs come from different programs; before the first
+    update they must be equal to the last bit.
+    """
+    while (length := x.shape[1]) > 1:
+        half = (length + 1) // 2
+        x = x[:, :half] + jnp.pad(x[:, half:], [(0, 0), (0, length % 2)])
+    return x[:, 0]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -81,7 +95,7 @@ def _score(
             logits = _logits(h, weight)
             lse = jax.nn.logsumexp(logits, axis=-1)
             at_target = jnp.sum(jnp.where(_is_target(logits, target), logits, 0.0), axis=-1)
-            return at_target - lse, lse
+            return at_target, lse
 
         def nothing() -> tuple[jax.Array, jax.Array]:
             zeros = jnp.zeros(target.shape, jnp.float32)
@@ -90,8 +104,9 @@ def _score(
         return None, jax.lax.cond(jnp.any(scored), score, nothing)
 
     xs = chunks.split(hidden), chunks.split(targets), chunks.split(mask)
-    _, (logps, lse) = jax.lax.scan(body, None, xs)
-    logps = jnp.where(mask, chunks.join(logps), 0.0)
+    # Subtracted here, so that the loop is the same program with and without a backward pass.
+    _, (at_target, lse) = jax.lax.scan(body, None, xs)
+    logps = jnp.where(mask, chunks.join(at_target) - chunks.join(lse), 0.0)
     return logps, (hidden, unembed, targets, mask, lse)
 
 

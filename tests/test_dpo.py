@@ -53,16 +53,16 @@ def trl_options():
 @pytest.mark.slow
 def test_log_probs_equal_trls(smollm2):
     model, _ = smollm2
-    score = jax.jit(lambda *xs: reply_logprobs(model, *xs, dtype=jnp.float32, chunk=512)[0])
+    score = jax.jit(lambda *xs: reply_logprobs(model, *xs, dtype=jnp.float32, chunk=512))
     for index in range(len(TRL["pairs"]) if FULL else 4):
         for (prompt, reply), name in zip(trl_rows(index), ("chosen", "rejected"), strict=True):
             row = np.zeros((1, 128 if len(prompt + reply) <= 128 else 1024), np.int32)
             row[0, : len(prompt + reply)] = prompt + reply
-            got = score(row, np.array([len(prompt)]), np.array([len(prompt + reply)]))
+            total, got = score(row, np.array([len(prompt)]), np.array([len(prompt + reply)]))
             want = TRL["pairs"][index]
-            np.testing.assert_allclose(jnp.sum(got), want[f"{name}_logp"], rtol=5e-5)
+            np.testing.assert_allclose(total[0], want[f"{name}_logp"], rtol=5e-5)
             if f"{name}_token_logps" in want:
-                scored = got[len(prompt) - 1 : len(prompt + reply) - 1]
+                scored = got[0, len(prompt) - 1 : len(prompt + reply) - 1]
                 np.testing.assert_allclose(scored, want[f"{name}_token_logps"], atol=1e-3)
 
 
@@ -81,7 +81,8 @@ def test_steps_equal_trls(smollm2):
         close = 0.01 if number <= 6 else 0.05
         assert metrics["grad_norm"] == pytest.approx(want["grad_norm"], rel=close)
         assert metrics["learning_rate"] == pytest.approx(want["learning_rate"], rel=1e-6, abs=0)
-        assert metrics["rewards/accuracies"] == want["rewards/accuracies"]
+        margin = want["rewards/margins"]
+        assert metrics["rewards/margins"] == pytest.approx(margin, rel=0.02, abs=2e-3)
         if number == 1:
             # The first update runs at rate 0: weights stay; moments hold the clipped gradient.
             assert metrics["update_norm"] == 0 and trainer.state.applied == 1
@@ -146,8 +147,9 @@ def test_meshes_equal_one_device(one_device, sizes):
 
 def test_step_zero_has_loss_ln2_and_margin_zero(one_device):
     _, (first, second) = one_device
-    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert first["rewards/margins"] == pytest.approx(0.0, abs=1e-6)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-7)
+    for name in ("rewards/margins", "rewards/chosen", "rewards/accuracies"):
+        assert first[name] == 0
     assert second["loss"] < first["loss"]
 
 

@@ -138,18 +138,20 @@ def test_head_is_gathered_outside_the_loop(inputs):
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
 def test_c4_end_token_that_equals_padding_is_scored(side):
-    """C4: the mask comes from lengths; 'Yes' + eos padded to 8 has 2 positions to score."""
+    """C4, D4: the mask comes from lengths; 'Yes' + eos padded to 8 has 2 positions to score."""
     model = tiny()
     eos = pad = 0
     reply = {"chosen": [17, eos], "rejected": [23, eos]}[side]
     tokens = np.array([[5, 6, *reply, pad, pad, pad, pad]], np.int32)
-    logps = reply_logprobs(model, tokens, np.array([2]), np.array([4]), dtype=jnp.float32, chunk=4)[
-        0
-    ]
+    total, logps = reply_logprobs(
+        model, tokens, np.array([2]), np.array([4]), dtype=jnp.float32, chunk=4
+    )
     positions, segments = np.arange(4)[None], np.ones((1, 4), np.int32)
     hidden = model(tokens[:, :4], positions, segments).hidden
     full = jax.nn.log_softmax(model.logits(hidden))[0]
-    np.testing.assert_allclose(logps[1:3], [full[1, reply[0]], full[2, eos]], rtol=1e-4)
+    by_hand = [full[1, reply[0]], full[2, eos]]
+    np.testing.assert_allclose(logps[0, 1:3], by_hand, rtol=1e-4)
+    np.testing.assert_allclose(total[0], sum(by_hand), rtol=1e-4)
     assert np.flatnonzero(np.asarray(logps)).tolist() == [1, 2]
 
 
@@ -164,7 +166,7 @@ def test_a_row_is_the_same_padded_and_batched(family):
 
     @jax.jit
     def score(*rows):
-        return reply_logprobs(model, *rows, dtype=jnp.float32, chunk=7)
+        return reply_logprobs(model, *rows, dtype=jnp.float32, chunk=7)[1]
 
     together = score(tokens, prompts, lengths)
     alone = score(tokens[:1, :9], prompts[:1], lengths[:1])
