@@ -112,7 +112,7 @@ def test_missing_and_empty_sides_are_counted():
 
 def test_nothing_left_is_one_clear_line():
     collector = collect(two("1", ([4, 2], "yes"), ([4, 2], "yes")))
-    with pytest.raises(UserError, match="no preference pair is left .*1 identical"):
+    with pytest.raises(UserError, match=r"no preference pair is left .*1 identical"):
         collector.pairs()
 
 

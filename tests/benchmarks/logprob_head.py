@@ -27,7 +27,7 @@ def plain(
 
 
 def measure(head, args: argparse.Namespace, chunk: int) -> tuple[float, float, jax.Array]:
-    """Milliseconds of a forward and backward pass, megabytes of temporaries, the gradient's norm."""
+    """Milliseconds forward and backward, megabytes of temporaries, norm of the gradient."""
     keys = jax.random.split(jax.random.key(0), 3)
     dtype = jnp.dtype(args.dtype)
     hidden = jax.random.normal(keys[0], (args.rows, args.length, args.width), dtype)
