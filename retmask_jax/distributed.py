@@ -126,10 +126,17 @@ def _fail(line: str, status: int) -> None:
     """Ends this process. An ordinary exit would wait for processes that wait for this one."""
     _ending.acquire()
     sys.stdout.flush()
-    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster, or none can hear
-        news = f"{status} process {service.global_state.process_id} failed: {line}"
-        service.global_state.client.key_value_set(_NEWS, news)
+    news = f"{status} process {service.global_state.process_id} failed: {line}"
+    # In a thread, because the call does not return where JAX is about to abort this process.
+    teller = threading.Thread(target=_tell, args=(news,), daemon=True)
+    teller.start()
+    teller.join(_FAREWELL)
     _leave(line, status)
+
+
+def _tell(news: str) -> None:
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # another was faster, or none can hear
+        service.global_state.client.key_value_set(_NEWS, news)
 
 
 def _lost_peer(error: BaseException | None) -> bool:
@@ -165,7 +172,7 @@ def _listen() -> None:
 
 
 def _leave(line: str, status: int) -> None:
-    os.write(2, f"retmask: error: {' '.join(line.split())}\n".encode())
     if service.global_state.process_id == 0:
         time.sleep(_FAREWELL)
+    os.write(2, f"retmask: error: {' '.join(line.split())}\n".encode())  # the last that is said
     os._exit(status)

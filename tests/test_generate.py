@@ -188,21 +188,6 @@ def test_a_kill_loses_only_unfinished_parts(setup, monkeypatch, after):
     assert contents(other) == expected
 
 
-def test_processes_share_the_parts(setup, monkeypatch):
-    config, workdir = setup()
-    generate.run(config, workdir)
-    expected = contents(workdir)
-    config, other = setup(name="other")
-    monkeypatch.setattr(generate.multihost_utils, "sync_global_devices", lambda name: None)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    for process, mine in ((1, {1}), (0, {0, 1, 2})):
-        monkeypatch.setattr(jax, "process_index", lambda process=process: process)
-        generate.run(config, other)
-        names = {path.name for path in parts(other.generate)}
-        assert names == {f"part-0000{i}-of-00003.jsonl.gz" for i in mine}
-    assert contents(other) == expected
-
-
 def test_parts_of_other_prompts_are_refused(setup):
     config, workdir = setup()
     generate.run(config, workdir)
