@@ -123,14 +123,7 @@ def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estim
             needed, available = exhausted(str(error))
             return Estimate(work, shape, needed, available or chip.hbm_bytes, fits=False)
         seconds = time.monotonic() - start
-    memory = compiled.memory_analysis()
-    temporary = memory.temp_size_in_bytes + memory.generated_code_size_in_bytes
-    needed = (
-        memory.argument_size_in_bytes
-        + memory.output_size_in_bytes
-        - memory.alias_size_in_bytes
-        + temporary
-    )
+    needed = compiled.memory_analysis().peak_memory_in_bytes
     text = compiled.as_text()
     if export:
         with atomic_write(export) as file:
