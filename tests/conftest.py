@@ -17,12 +17,17 @@ import pytest
 from retmask_jax.models import config_from_hf
 from retmask_jax.models.decoder import Decoder, abstract, parameters
 
-# These compare with PyTorch, a test extra.
-collect_ignore = (
-    []
-    if importlib.util.find_spec("torch")
-    else ["test_dpo_torch.py", "test_families.py", "test_smollm2.py"]
-)
+# What needs PyTorch or the TPU compiler, which come with the test extra.
+_NEEDS = {
+    "torch": ["test_dpo_torch.py", "test_families.py", "test_smollm2.py"],
+    "libtpu": ["test_plan_tpu.py"],
+}
+collect_ignore = [
+    file
+    for package, files in _NEEDS.items()
+    if not importlib.util.find_spec(package)
+    for file in files
+]
 
 TINY_HF = {
     "llama": {

@@ -18,7 +18,6 @@ from retmask_jax.models import config_from_hf
 from retmask_jax.models.config import DecoderConfig
 from retmask_jax.programs import read_model
 
-pytest.importorskip("libtpu", reason="no TPU compiler: pip install 'retmask-jax[tpu]'")
 pytestmark = pytest.mark.slow
 
 L, D, F, N, K, H, V = 2, 256, 384, 4, 2, 128, 640
