@@ -6,6 +6,7 @@ and started again writes the same `metrics.jsonl` as one that was left alone.
 
 import contextlib
 import logging
+import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -60,7 +61,9 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     with jax.set_mesh(mesh):
         _train(config, workdir, source, mesh, pairs)
     if jax.process_index() == 0:
-        write_json(workdir.train / "summary.json", _summary(config, workdir, counts))
+        summary = _summary(config, workdir, counts)
+        write_json(workdir.train / "summary.json", summary)
+        _log.info("train: first step %s, last step %s", summary["first"], summary["last"])
 
 
 def load_trained(
@@ -220,6 +223,8 @@ def _train(
 @contextlib.contextmanager
 def _open_checkpoints(config: ConfigDict, workdir: Workdir) -> Iterator[ocp.CheckpointManager]:
     """The run's checkpoints; on leaving, all saves have ended, and well."""
+    for name in ("absl", "asyncio"):  # there orbax also logs, at length, the errors that it raises
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     options = ocp.CheckpointManagerOptions(
         max_to_keep=config.train.keep_checkpoints,
         cleanup_tmp_directories=True,
@@ -243,9 +248,11 @@ def _saving(manager: ocp.CheckpointManager) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kept = [step for step in manager.all_steps(read=True)]
+        manager.reload()
+        kept = manager.all_steps()
         intact = f"that of step {max(kept)} is intact" if kept else "there is none yet"
         reason = " ".join(str(error).split())
+        reason = reason if len(reason) < 200 else f"…{reason[-199:]}"
         raise UserError(
             f"{manager.directory}: a checkpoint could not be saved ({reason}); {intact}; "
             "mend it, then the same command goes on from there"
@@ -256,6 +263,11 @@ def _save(manager: ocp.CheckpointManager, step: int, state: dpo.State, cursor: d
     """Starts to save; raises the error of an earlier save that failed."""
     with _saving(manager):
         manager.check_for_errors()
+        if is_local(manager.directory):
+            need = sum(x.nbytes for x in jax.tree.leaves(state))
+            free = shutil.disk_usage(manager.directory).free
+            if free < need:
+                raise OSError(f"it takes {need / 1e9:.2f} GB, {free / 1e9:.2f} GB are free")
         manager.save(
             step,
             args=ocp.args.Composite(

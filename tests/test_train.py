@@ -5,6 +5,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -268,20 +269,36 @@ def test_load_trained_casts(setup):
     assert_equal(values(low), {k: v.astype(jnp.bfloat16) for k, v in values(wide).items()})
 
 
-def test_t4_failed_save_ends_the_run_with_a_message(setup):
-    """T4: the disk takes no more after the first checkpoint; that one stays usable."""
+def test_t4_full_disk_is_seen_before_the_save(setup, monkeypatch):
     config, workdir = setup()
+    usage = shutil.disk_usage(workdir.root)._replace(free=1_000_000)
+    monkeypatch.setattr(train.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"takes 0.00 GB, 0.00 GB are free\); there is none yet"):
+        train.run(config, workdir)
+    assert not list((workdir.train / "checkpoints").iterdir())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("background", [False, True])
+def test_t4_failed_last_save_ends_the_run_with_a_message(setup, monkeypatch, background):
+    """T4: the disk takes no more before the last save; the checkpoint before stays usable."""
+    config, workdir = setup()
+    chosen = train.ocp.CheckpointManagerOptions
+    monkeypatch.setattr(
+        train.ocp,
+        "CheckpointManagerOptions",
+        lambda **kinds: chosen(**kinds | {"enable_async_checkpointing": background}),
+    )
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    save, saved = train._save, []
+    save = train._save
 
-    def limited(*args):
-        saved.append(args[1])
-        if len(saved) == 2:
-            args[0].wait_until_finished()
+    def limited(manager, step, *args):
+        if step == 6:
+            manager.wait_until_finished()
             resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, hard))
-        save(*args)
+        save(manager, step, *args)
 
-    with pytest.MonkeyPatch.context() as patch:
+    with monkeypatch.context() as patch:
         patch.setattr(train, "_save", limited)
         try:
             with pytest.raises(UserError) as error:
@@ -289,12 +306,13 @@ def test_t4_failed_save_ends_the_run_with_a_message(setup):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "a checkpoint could not be saved" in str(error.value)
-    assert "that of step 2 is intact" in str(error.value)
+    assert "that of step 4 is intact" in str(error.value)
     assert "\n" not in str(error.value)
     assert not (workdir.train / "summary.json").exists()
     trained(config, workdir)
     train.run(config, workdir)
     assert len(metrics_of(workdir)) == 6
+    assert (workdir.train / "summary.json").exists()
 
 
 def test_t8_stops_when_too_many_steps_in_a_row_are_bad(setup, monkeypatch):
