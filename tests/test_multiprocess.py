@@ -56,7 +56,7 @@ function, calls = {0}.{1}, []
 def dies(*args, **kwargs):
     calls.append(None)
     if len(calls) == {2}:
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), signal.{3})
     return function(*args, **kwargs)
 
 
@@ -95,7 +95,7 @@ def free_port():
 def processes(files, work, n, n_devices, stage, dies=None, extra=None):
     """Starts n processes of a run.
 
-    dies: process -> (module, function, at which call of it the process kills itself).
+    dies: process -> (module, function, at which call of it, by which signal).
     extra: process -> more options.
     """
     port = free_port()
@@ -130,9 +130,9 @@ def together(files, work, n, n_devices, stage):
             assert process.returncode == 0, errors
 
 
-def survivor(started, victim):
+def survivor(started, victim, by=signal.SIGKILL):
     """How the other of two processes ends: its status, its last line, and seconds after."""
-    assert started[victim].wait(timeout=400) == -signal.SIGKILL
+    assert started[victim].wait(timeout=400) == -by
     begin = time.monotonic()
     _, errors = started[1 - victim].communicate(timeout=400)
     seconds = time.monotonic() - begin
@@ -187,7 +187,7 @@ def test_four_processes_train_as_one(files, left_alone, tmp_path):
 @pytest.mark.slow
 def test_killed_and_gone_on_with_by_other_numbers_of_processes(files, left_alone, tmp_path):
     """Two processes, then one, then two: the artefacts are those of one that nothing disturbed."""
-    dies = {1: ("parts", "write_part", 4)}
+    dies = {1: ("parts", "write_part", 4, "SIGKILL")}
     with processes(files, tmp_path, 2, 2, "run", dies) as started:
         status, line, seconds = survivor(started, victim=1)
     assert status == 1 and line == f"retmask: error: {distributed._LOST}"
@@ -217,8 +217,10 @@ def test_killed_and_gone_on_with_by_other_numbers_of_processes(files, left_alone
 
 
 def test_the_first_process_is_killed(files, tmp_path):
-    with processes(files, tmp_path, 2, 1, "detect", {0: ("detect", "hold", 1)}) as started:
-        status, line, seconds = survivor(started, victim=0)
+    """Also: SIGTERM ends a process at once."""
+    dies = {0: ("detect", "hold", 1, "SIGTERM")}
+    with processes(files, tmp_path, 2, 1, "detect", dies) as started:
+        status, line, seconds = survivor(started, 0, by=signal.SIGTERM)
     assert status == 1 and line == f"retmask: error: {distributed._LOST}"
     assert seconds < 10
 
