@@ -255,13 +255,10 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         model = checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh)
         sampler = Sampler(
             model,
-            slots=config.detect.slots,
             max_length=longest,
-            max_new_tokens=config.detect.max_new_tokens,
             stop_ids=chat.stop_ids,
-            report_top=True,
-            prefill_chunk=config.detect.prefill_chunk,
             mesh=mesh,
+            **sampler_settings(config.detect),
         )
 
         def jobs(i: int) -> list[Job]:
@@ -283,6 +280,16 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     if jax.process_index() == 0:
         shape = (source.config.n_layers, source.config.n_heads)
         assemble(config, folder, plan, shape)
+
+
+def sampler_settings(options: ConfigDict) -> dict[str, Any]:
+    """What the section `detect` says of the sampler, as its arguments."""
+    return {
+        "slots": options.slots,
+        "max_new_tokens": options.max_new_tokens,
+        "prefill_chunk": options.prefill_chunk,
+        "report_top": True,
+    }
 
 
 def hold(plan: Plan, path: Any) -> None:

@@ -19,12 +19,11 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from retmask_jax import hlo
-from retmask_jax import mesh as meshes
 from retmask_jax.chips import Slice, links, one_line
 from retmask_jax.collectives import Collective, mesh_axes
 from retmask_jax.errors import UserError
 from retmask_jax.models.config import DecoderConfig
-from retmask_jax.programs import Work, sampler_works, stage_devices, train_work
+from retmask_jax.programs import Work, sampler_works, train_work
 from retmask_jax.workdir import atomic_write
 
 
@@ -85,19 +84,20 @@ def estimates(
     where: Slice,
     stage: str,
     model: DecoderConfig,
+    mesh: Mesh,
     row_length: int = 0,
     export_hlo: str = "",
 ) -> Iterator[Estimate]:
-    """Compiles the programs of a stage on the configured mesh, and reads them.
+    """Compiles the programs of a stage on a mesh over devices of the slice, and reads them.
 
     Args:
+        mesh: see `programs.stage_mesh`.
         row_length: tokens of a training row; 0: the longest bucket.
         export_hlo: folder for the programs' text, "" for none.
 
     Raises:
-        UserError: the mesh is impossible for the slice or the model; names the axis and numbers.
+        UserError: the mesh is impossible for the model; names the axis and numbers.
     """
-    mesh = meshes.make_mesh(config.mesh, stage_devices(where, stage))
     if stage == "train":
         works = [train_work(config, model, mesh, row_length)]
     else:

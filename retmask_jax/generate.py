@@ -80,6 +80,17 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         write_json(folder / "summary.json", _summary(config, folder, chat, slices, counts))
 
 
+def sampler_settings(options: ConfigDict) -> dict[str, Any]:
+    """What the section `generate` says of the sampler, as its arguments."""
+    return {
+        "slots": options.slots,
+        "max_length": options.max_prompt_tokens + options.max_new_tokens,
+        "max_new_tokens": options.max_new_tokens,
+        "temperature": options.temperature,
+        "top_p": options.top_p,
+    }
+
+
 def _sample(
     config: ConfigDict,
     workdir: Workdir,
@@ -100,13 +111,9 @@ def _sample(
     sampler = Sampler(
         checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh),
         bank=np.stack([np.ones_like(keep), keep]),
-        slots=options.slots,
-        max_length=length,
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=options.top_p,
         stop_ids=chat.stop_ids,
         mesh=mesh,
+        **sampler_settings(options),
     )
     complete(
         workdir.generate,

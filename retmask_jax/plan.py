@@ -18,7 +18,7 @@ from retmask_jax.errors import UserError
 from retmask_jax.estimate import Estimate, estimates
 from retmask_jax.models.config import DecoderConfig
 from retmask_jax.models.decoder import abstract
-from retmask_jax.programs import STAGES, read_model, stage_devices
+from retmask_jax.programs import STAGES, read_model, stage_devices, stage_mesh
 from retmask_jax.workdir import atomic_write
 
 GIB = 2**30
@@ -50,18 +50,20 @@ def run(
     model, name = read_model(config, model_config)
     where = open_slice(topology, slices)
     if not sweep:
-        for estimate in estimates(config, where, stage, model, row_length, export_hlo):
-            print(report(estimate, where, name, model), flush=True)
+        mesh = stage_mesh(config, where, stage)
+        for one in estimates(config, where, stage, model, mesh, row_length, export_hlo):
+            print(report(one, where, name, model), flush=True)
         return
     found: list[tuple[dict[str, int], list[Estimate] | UserError]] = []
-    for shape in mesh_shapes(len(stage_devices(where, stage)), where.count):
-        config.mesh.update(shape)
+    devices = stage_devices(where, stage)
+    for shape in mesh_shapes(len(devices), where.count if stage == "train" else 1):
         try:
-            one = list(estimates(config, where, stage, model, row_length, export_hlo))
+            mesh = meshes.make_mesh(ConfigDict(shape), devices)
+            result = list(estimates(config, where, stage, model, mesh, row_length, export_hlo))
         except UserError as error:
-            one = error
-        found.append((shape, one))
-        print(_sweep_line(shape, one), flush=True)
+            result = error
+        found.append((shape, result))
+        print(_sweep_line(shape, result), flush=True)
     _write_sweep(found, where, stage, name, Path(workdir))
 
 

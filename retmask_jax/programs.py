@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from retmask_jax import dpo
+from retmask_jax import detect, dpo, generate
 from retmask_jax import mesh as meshes
 from retmask_jax.batches import Batch
 from retmask_jax.chips import Slice
@@ -160,24 +160,16 @@ def sampler_works(config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: s
     """The programs of the sampler as detect or generate sets it up, caches full."""
     options = config[stage]
     if stage == "detect":
-        bank, length = None, options.max_length + options.max_new_tokens
-        settings = {"report_top": True, "prefill_chunk": options.prefill_chunk}
+        settings = detect.sampler_settings(options)
+        settings["max_length"] = options.max_length + options.max_new_tokens
     else:
-        bank = np.ones((2, model.n_layers, model.n_heads), bool)
-        length = options.max_prompt_tokens + options.max_new_tokens
-        settings = {"temperature": options.temperature, "top_p": options.top_p}
+        settings = generate.sampler_settings(options)
+        masks = (len(generate.POLICIES), model.n_layers, model.n_heads)
+        settings["bank"] = np.ones(masks, bool)
     like = abstract(model, jnp.dtype(config.model.dtype))
     like = _placed(like, meshes.shardings(like, mesh))
-    sampler = Sampler(
-        like,
-        bank=bank,
-        slots=options.slots,
-        max_length=length,
-        max_new_tokens=options.max_new_tokens,
-        stop_ids=(0,),
-        mesh=mesh,
-        **settings,
-    )
+    sampler = Sampler(like, stop_ids=(0,), mesh=mesh, **settings)
+    length = settings["max_length"]
     cache = sampler.abstract_slots().cache
     state = {"weights": _device_bytes(like), "cache": _device_bytes(cache)}
     blocks = max(-(-x.shape[2] // attention.BLOCK) for x in cache.k)
@@ -200,8 +192,19 @@ def sampler_works(config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: s
     ]  # fmt: skip
 
 
+def stage_mesh(config: ConfigDict, where: Slice, stage: str) -> Mesh:
+    """The mesh that the stage makes on the slice: one for train, else each host's own.
+
+    Raises:
+        UserError: see `mesh.make_mesh`.
+    """
+    if stage == "train":
+        return meshes.make_mesh(config.mesh, where.devices)
+    return meshes.local_mesh(config.mesh, stage_devices(where, stage), len(where.devices))
+
+
 def stage_devices(where: Slice, stage: str) -> list[jax.Device]:
-    """All of them for train; detect and generate run on each host by itself."""
+    """What a process of the stage computes on: all devices for train, else those of its host."""
     if stage == "train":
         return where.devices
     first = where.devices[0].process_index

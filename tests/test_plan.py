@@ -172,8 +172,8 @@ def test_help(capsys):
 def test_a_sweep_ranks_what_fits_and_keeps_what_does_not(monkeypatch, tmp_path, capsys):
     """Speeds and memory are made up: the mesh with tensor 2 is the fastest, tensor 4 cannot be."""
 
-    def made_up(config, where, stage, model, row_length, export_hlo):
-        shape = dict(config.mesh)
+    def made_up(config, where, stage, model, mesh, row_length, export_hlo):
+        shape = dict(mesh.shape)
         work = Work("train", lambda: None, {"weights": 2**30}, 1e12, 1000, "step", (1,))
         if shape["tensor"] == 4:
             raise UserError("mesh axis tensor of 4 does not divide")
@@ -188,7 +188,7 @@ def test_a_sweep_ranks_what_fits_and_keeps_what_does_not(monkeypatch, tmp_path, 
 
     monkeypatch.setattr(plan, "estimates", made_up)
     monkeypatch.setattr(
-        plan, "open_slice", lambda name, n: Slice(name, CHIPS["v5e"], (2, 2), n, list(range(4)))
+        plan, "open_slice", lambda name, n: Slice(name, CHIPS["v5e"], (2, 2), n, jax.devices()[:4])
     )
     config = llama31_8b.get_config()
     plan.run(config, topology="v5e:2x2", sweep=True, workdir=str(tmp_path))

@@ -16,7 +16,7 @@ from retmask_jax.errors import UserError
 from retmask_jax.estimate import Estimate, estimates
 from retmask_jax.models import config_from_hf
 from retmask_jax.models.config import DecoderConfig
-from retmask_jax.programs import read_model
+from retmask_jax.programs import read_model, stage_mesh
 
 pytestmark = pytest.mark.slow
 
@@ -51,7 +51,8 @@ def compiled(
     config.generate.update({"slots": 8, "max_prompt_tokens": 256, "max_new_tokens": 256})
     config.detect.update({"slots": 4, "max_length": 950, "prefill_chunk": 256})
     where = open_slice(topology, slices)
-    return tuple(estimates(config, where, stage, small(family), row_length=LENGTH))
+    mesh = stage_mesh(config, where, stage)
+    return tuple(estimates(config, where, stage, small(family), mesh, LENGTH))
 
 
 def gathers(estimate: Estimate) -> list[Collective]:
@@ -143,7 +144,7 @@ def test_two_slices_exchange_gradients_over_the_network_alone():
 def test_no_room_for_the_state():
     config, where = llama31_8b.get_config(), open_slice("v5e:2x2")
     model, name = read_model(config)
-    (one,) = estimates(config, where, "train", model)
+    (one,) = estimates(config, where, "train", model, stage_mesh(config, where, "train"))
     assert not one.fits and one.needed > one.available == 16 * 2**30
     assert plan.report(one, where, name, model).endswith("DOES NOT FIT")
 
@@ -152,7 +153,8 @@ def test_no_room_for_the_activations():
     """131,072 pairs at once on one chip: 34 GB for each layer's input. The compiler says so."""
     config, where = llama31_8b.get_config(), open_slice("v5e:1x1")
     config.train.update({"micro_pairs": 2**17, "pairs_per_step": 2**17})
-    (one,) = estimates(config, where, "train", small("llama"), row_length=LENGTH)
+    mesh = stage_mesh(config, where, "train")
+    (one,) = estimates(config, where, "train", small("llama"), mesh, LENGTH)
     assert not one.fits and one.needed > 34e9
     assert one.available == pytest.approx(15.75 * 2**30, rel=0.02)
 
@@ -185,6 +187,14 @@ def test_slices_of_every_chip(topology, devices):
 def test_a_slice_that_the_compiler_refuses():
     with pytest.raises(UserError, match=r"--topology=v5e:3x7: .*want CHIP:AxB"):
         open_slice("v5e:3x7")
+
+
+def test_each_host_samples_by_itself():
+    """The run's mesh has 32 devices; a host of it has 4, and keeps the tensor axis whole."""
+    config, where = llama31_8b.get_config(), open_slice("v5e:4x8")
+    config.mesh.tensor = 2
+    assert dict(stage_mesh(config, where, "train").shape)["fsdp"] == 16
+    assert tuple(stage_mesh(config, where, "detect").shape.values()) == (1, 2, 1, 2)
 
 
 def test_two_slices():
