@@ -18,7 +18,7 @@ import pytest
 import tiny_checkpoint
 from training import mesh_of, options, random_pairs
 
-from retmask_jax import batches, dpo, train
+from retmask_jax import dpo, train
 from retmask_jax.checkpoint_io import open_source
 from retmask_jax.errors import UserError
 from retmask_jax.preferences import CHOSEN, REJECTED
@@ -318,16 +318,16 @@ def test_t4_failed_last_save_ends_the_run_with_a_message(setup, monkeypatch, bac
 def test_t8_stops_when_too_many_steps_in_a_row_are_bad(setup, monkeypatch):
     """T8: 6 bad steps with limit 5: none applied, the run stops, the last checkpoint stays."""
     config, workdir = setup(n_pairs=40)  # 10 steps an epoch
-    original, made = batches.make_batch, []
+    place, steps = train._place, []
 
-    def spoiled(*args):
-        batch = original(*args)
-        made.append(args[3])
-        if sum(n_micro == 2 for n_micro in made) > 4 and args[3] == 2:
-            batch.reference_logps[1] = np.nan
-        return batch
+    def spoiled(batch, shardings):
+        if len(batch.tokens) == 2:  # a step's, not the reference's
+            steps.append(None)
+            if len(steps) > 4:
+                batch.reference_logps[1] = np.nan
+        return place(batch, shardings)
 
-    monkeypatch.setattr(batches, "make_batch", spoiled)
+    monkeypatch.setattr(train, "_place", spoiled)
     with pytest.raises(UserError, match=r"6 steps in a row, up to step 10,.*max_bad_steps"):
         train.run(config, workdir)
     rows = metrics_of(workdir)
