@@ -39,7 +39,9 @@ class Estimate:
         fits: whether it compiled.
         temporary: bytes besides `work.state`.
         cost: operations, traffic and collectives; None where it does not fit.
-        sent: bytes sent, by kind of collective and axes of the mesh.
+        payload: bytes of the arrays that are gathered, summed or exchanged, by kind of collective
+            and axes of the mesh: what the mesh asks for, whatever algorithm the compiler chooses.
+        sent: bytes that this algorithm sends.
         seconds: lower bounds of one run: compute, memory, interconnect, network.
         peak_flops: per second of all devices.
         compile_seconds: of the compiler.
@@ -52,6 +54,7 @@ class Estimate:
     fits: bool
     temporary: int = 0
     cost: hlo.Cost | None = None
+    payload: Counter = dataclasses.field(default_factory=Counter)
     sent: Counter = dataclasses.field(default_factory=Counter)
     seconds: dict[str, float] = dataclasses.field(default_factory=dict)
     peak_flops: float = math.inf
@@ -132,7 +135,7 @@ def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estim
     cost = program.cost()
     devices = mesh.devices.reshape(-1)[: program.partitions]
     inside = shape | {"data": shape["data"] * program.partitions // mesh.size}  # one slice's mesh
-    sent, ici, network = Counter(), 0.0, 0.0
+    payload, sent, ici, network = Counter(), Counter(), 0.0, 0.0
     for collective in cost.collectives:
         if collective.slices > 1:
             axes = "slices"
@@ -140,6 +143,7 @@ def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estim
         else:
             axes = "+".join(mesh_axes(collective, inside))
             ici += _link_seconds(collective, where, devices)
+        payload[collective.kind, axes] += collective.times * collective.bytes
         sent[collective.kind, axes] += collective.sent
     return Estimate(
         work=work,
@@ -149,6 +153,7 @@ def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estim
         fits=True,
         temporary=needed - state,
         cost=cost,
+        payload=payload,
         sent=sent,
         seconds={
             "compute": cost.flops / chip.flops,

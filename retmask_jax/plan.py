@@ -96,9 +96,10 @@ def report(estimate: Estimate, where: Slice, name: str, model: DecoderConfig) ->
         f"  FLOPs         model {work.model_flops:.3e} on all devices; compiled "
         f"{cost.flops:.3e} a device, {cost.flops * n / work.model_flops:.2f} x the model's",
         f"  HBM traffic   {cost.hbm_bytes / 1e9:.1f} GB a device",
-        "  sent          a device, by collective and axis of the mesh:",
+        "  collectives   a device, by kind and axis of the mesh: size of the arrays, bytes sent",
         *(
-            f"    {kind:<18} {axes:<12} {sent / 1e9:10.3f} GB"
+            f"    {kind:<18} {axes:<14} {estimate.payload[kind, axes] / 1e9:10.3f} GB"
+            f"{sent / 1e9:11.3f} GB"
             for (kind, axes), sent in sorted(estimate.sent.items(), key=lambda item: -item[1])
             if sent > 1e5
         ),
@@ -132,8 +133,9 @@ def _seconds(value: float) -> str:
 
 COLUMNS = (
     "program", *meshes.AXES, "fits", "needed_gib", "available_gib", "weights_gib",
-    "temporary_gib", "model_flops", "device_flops", "hbm_gb", "sent_gb", "compute_s", "memory_s",
-    "interconnect_s", "network_s", "step_s", "mfu", "bound", "compile_s", "note",
+    "temporary_gib", "model_flops", "device_flops", "hbm_gb", "payload_gb", "sent_gb",
+    "compute_s", "memory_s", "interconnect_s", "network_s", "step_s", "mfu", "bound", "compile_s",
+    "note",
 )  # fmt: skip
 
 
@@ -154,6 +156,7 @@ def row(estimate: Estimate) -> dict[str, Any]:
         "temporary_gib": round(estimate.temporary / GIB, 3),
         "device_flops": f"{estimate.cost.flops:.6g}",
         "hbm_gb": round(estimate.cost.hbm_bytes / 1e9, 3),
+        "payload_gb": round(sum(estimate.payload.values()) / 1e9, 3),
         "sent_gb": round(sum(estimate.sent.values()) / 1e9, 3),
         **{f"{what}_s": f"{value:.4g}" for what, value in estimate.seconds.items()},
         "step_s": f"{estimate.step_seconds:.4g}",

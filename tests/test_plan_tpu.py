@@ -41,12 +41,17 @@ def small(family: str) -> DecoderConfig:
 
 @functools.cache
 def compiled(
-    stage: str, family: str, topology: str = "v5e:2x2", slices: int = 1, **sizes: int
+    stage: str,
+    family: str,
+    topology: str = "v5e:2x2",
+    slices: int = 1,
+    rows: int = ROWS,
+    **sizes: int,
 ) -> tuple[Estimate, ...]:
-    """The programs of a stage; sizes are those of the mesh."""
+    """The programs of a stage, rows of a micro-batch each; sizes are those of the mesh."""
     config = llama31_8b.get_config()
     config.mesh.update(sizes)
-    train = {"micro_pairs": ROWS // 2, "pairs_per_step": MICRO * ROWS // 2, "head_chunk": 128}
+    train = {"micro_pairs": rows // 2, "pairs_per_step": MICRO * rows // 2, "head_chunk": 128}
     config.train.update(train)
     config.generate.update({"slots": 8, "max_prompt_tokens": 256, "max_new_tokens": 256})
     config.detect.update({"slots": 4, "max_length": 950, "prefill_chunk": 256})
@@ -78,6 +83,7 @@ def test_train(family):
     layers = L * tokens * (2 * (4 * MATRICES - D * F) + 11 * 2 * N * H * LENGTH)
     assert one.cost.flops == pytest.approx(layers + tokens * 2 * 4 * V * D, rel=0.05)
     gathered = 2 * (MICRO * 2 * L * MATRICES + V * D)
+    assert one.payload["all-gather", "fsdp"] == pytest.approx(gathered, rel=0.05)
     assert one.sent["all-gather", "fsdp"] == pytest.approx(gathered * 3 / 4, rel=0.05)
 
 
@@ -187,6 +193,15 @@ def test_slices_of_every_chip(topology, devices):
 def test_a_slice_that_the_compiler_refuses():
     with pytest.raises(UserError, match=r"--topology=v5e:3x7: .*want CHIP:AxB"):
         open_slice("v5e:3x7")
+
+
+def test_weak_scaling():
+    """With as many rows a device, fsdp exchanges as much on more devices, and each does as much."""
+    (few,) = compiled("train", "llama", fsdp=4)
+    (many,) = compiled("train", "llama", topology="v5e:2x4", rows=2 * ROWS, fsdp=8)
+    assert sum(many.payload.values()) == pytest.approx(sum(few.payload.values()), rel=0.1)
+    assert many.cost.flops == pytest.approx(few.cost.flops, rel=0.01)
+    assert many.work.state["weights"] == pytest.approx(few.work.state["weights"] / 2, rel=0.05)
 
 
 def test_each_host_samples_by_itself():
