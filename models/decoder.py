@@ -1,4 +1,4 @@
-"""Tokens to hidden states: embedding, scanned blocks, final norm, and the KV cache.
+"""Tokens to hidden states: embedding, scanned blocks, final norm.
 
 Logits of a whole sequence are never formed here: `Decoder.logits` is for the few positions that
 a caller picks.
@@ -10,27 +10,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.sharding import PartitionSpec
 
 from retmask_jax.models import attention
+from retmask_jax.models.cache import KVCache, LayerCache
 from retmask_jax.models.config import SLIDING, DecoderConfig
 from retmask_jax.models.kernels import row_attention
 from retmask_jax.models.layers import rms_norm, rope_table, scale, weight
-from retmask_jax.models.partitioning import activation_spec, constrain
-
-CACHE_BLOCK = 128  # the length of a cache is a multiple of it
-CACHE_AXES = (None, "batch", None, "kv_heads", None)  # of each array of a cache
-
-
-class KVCache(NamedTuple):
-    """Keys (after rotary embedding) and values, one array for each position p of the pattern.
-
-    k[p] and v[p] are [G, B, S, K, H]. In full layers slot s holds position s. In sliding layers
-    S is at most the window and position x lies in slot x % S.
-    """
-
-    k: tuple[jax.Array, ...]
-    v: tuple[jax.Array, ...]
+from retmask_jax.models.partitioning import constrain
 
 
 class Output(NamedTuple):
@@ -94,7 +80,8 @@ class Decoder(nnx.Module):
           cache: keys and values of earlier tokens. With it a row is one sequence: segments are 0
             or 1, positions are consecutive, padding is on the right. Real tokens are added.
           rows: int32 [B], the row of the cache that each row of the batch continues; default: as
-            they come. Rows that are all padding write nothing.
+            they come. Rows that are all padding write nothing. Where the cache's rows are split
+            over devices, B is too, and each device's part of `rows` names rows that it holds.
           gates: [L, B or 1, N], factor on each head's output before the output projection:
             0 masks the head, 1 keeps it.
           report_top: also give, for each head, the key position with the largest probability.
@@ -117,7 +104,7 @@ class Decoder(nnx.Module):
                 window = config.sliding_window if layer_type == SLIDING else None
                 store = None
                 if cache is not None:
-                    store = _Store(cache, rows, p, g, positions, segments, window)
+                    store = LayerCache(cache, rows, p, g, positions, segments, window)
                     attend = store.attend
                 elif report_top:
                     attend = functools.partial(_attend_reporting, positions, segments, window)
@@ -178,194 +165,6 @@ def _attend_reporting(
     v: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     return attention.self_attention(q, k, v, positions, segments, window)
-
-
-class _Store:
-    """The cache of one layer during one forward pass: writes new keys, then attends over all."""
-
-    def __init__(
-        self,
-        cache: KVCache,
-        rows: jax.Array | None,
-        p: int,
-        g: jax.Array,
-        positions: jax.Array,
-        segments: jax.Array,
-        window: int | None,
-    ) -> None:
-        self.cache, self.rows, self.p, self.g = cache, rows, p, g
-        self.positions, self.segments, self.window = positions, segments, window
-
-    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        slots = self.cache.k[self.p].shape[2]
-        if self.window is None:
-            self._write(k, v)
-            return self._attend_slots(q, jnp.arange(slots)[None], slot_is_position=True)
-        first = self.positions[:, :1]
-        if q.shape[1] == 1:
-            # The one key that is overwritten has just left the window.
-            self._write(k, v)
-            return self._attend_slots(q, _held(first, slots), slot_is_position=False)
-        return self._attend_ring(q, k, v, _held(first - 1, slots))
-
-    def _write(self, k: jax.Array, v: jax.Array) -> None:
-        """Stores the real tokens; of those that share a slot of a ring, the last."""
-        p, put = self.p, self._put_token if k.shape[1] == 1 else self._put_tokens
-        stores = put((self.cache.k[p], self.cache.v[p]), (k, v))
-        self.cache = KVCache(
-            *((*old[:p], new, *old[p + 1 :]) for old, new in zip(self.cache, stores, strict=True))
-        )
-
-    def _put_token(self, stores: tuple, new: tuple) -> tuple[jax.Array, ...]:
-        slots = stores[0].shape[2]
-        rows = jnp.arange(self.positions.shape[0]) if self.rows is None else self.rows
-        at = jnp.where(self.segments != 0, self.positions % slots, slots)  # slots: not written
-        return tuple(
-            store.at[self.g, rows[:, None], at].set(x.astype(store.dtype), mode="drop")
-            for store, x in zip(stores, new, strict=True)
-        )
-
-    def _put_tokens(self, stores: tuple, new: tuple) -> tuple[jax.Array, ...]:
-        """Row by row, a stretch of slots at once: on TPU a scatter would copy the cache."""
-        slots, n = stores[0].shape[2], self.positions.shape[1]
-        width = min(n, slots) if self.window is None else slots
-        real, first = self.segments != 0, self.positions[:, 0]
-        begin = jnp.clip(first, 0, slots - width)
-        last = first + jnp.sum(real, axis=1, dtype=jnp.int32) - 1
-        written = begin[:, None] + jnp.arange(width)
-        token = last[:, None] - (last[:, None] - written) % slots - first[:, None]  # for each slot
-        keep = (token < 0) | ~jnp.any(real, axis=1, keepdims=True)
-        index = jnp.clip(token, 0)[:, :, None, None]
-        fresh = tuple(jnp.take_along_axis(x, index, axis=1) for x in new)
-        rows = jnp.arange(first.shape[0]) if self.rows is None else self.rows
-        return _put_rows(stores, fresh, self.g, rows, begin, keep)
-
-    def _attend_slots(
-        self, q: jax.Array, held: jax.Array, *, slot_is_position: bool
-    ) -> tuple[jax.Array, jax.Array]:
-        """Attention over the stored keys, whose positions are `held` [B or 1, S]."""
-        k, v = self.cache.k[self.p], self.cache.v[self.p]
-        _, b, slots, n_kv, h = k.shape
-        size = next(n for n in (512, 256, CACHE_BLOCK, slots) if slots % n == 0)
-        held = jnp.broadcast_to(held, (q.shape[0], slots))
-
-        def read(store: jax.Array, j: jax.Array) -> jax.Array:
-            start, shape = (self.g, 0, j * size, 0, 0), (1, b, size, n_kv, h)
-            block = jax.lax.dynamic_slice(store, start, shape)[0]
-            return (block if self.rows is None else block[self.rows]).astype(q.dtype)
-
-        def fetch(j: jax.Array) -> attention.Keys:
-            block = jax.lax.dynamic_slice_in_dim(held, j * size, size, axis=1)
-            return attention.Keys(read(k, j), read(v, j), block, (block >= 0).astype(jnp.int32))
-
-        return attention.cached_attention(
-            q,
-            fetch,
-            slots // size,
-            self.positions,
-            self.segments,
-            self.window,
-            slot_is_position=slot_is_position,
-        )
-
-    def _attend_ring(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, held: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
-        """Several new queries: over the stored keys and the new ones, then the last are stored."""
-        rows = slice(None) if self.rows is None else self.rows
-        old_k, old_v = self.cache.k[self.p][self.g][rows], self.cache.v[self.p][self.g][rows]
-        keys = attention.Keys(
-            jnp.concatenate([old_k.astype(k.dtype), k], axis=1),
-            jnp.concatenate([old_v.astype(v.dtype), v], axis=1),
-            jnp.concatenate([held, self.positions], axis=1),
-            jnp.concatenate([(held >= 0).astype(jnp.int32), self.segments], axis=1),
-        )
-        length = keys.k.shape[1]
-        size = min(length, attention.BLOCK)
-        fetch = attention.fetcher(*keys, size)
-        out = attention.cached_attention(
-            q,
-            fetch,
-            -(-length // size),
-            self.positions,
-            self.segments,
-            self.window,
-            slot_is_position=False,
-        )
-        self._write(k, v)
-        return out
-
-
-def _put_rows(
-    stores: tuple[jax.Array, ...],
-    fresh: tuple[jax.Array, ...],
-    g: jax.Array,
-    rows: jax.Array,
-    begin: jax.Array,
-    keep: jax.Array,
-) -> tuple[jax.Array, ...]:
-    """Writes fresh [R, W, K, H] to slots begin [R] .. of rows [R] in group g of stores.
-
-    Slots that `keep` bool [R, W] marks stay as they are. Each device writes the rows that it has.
-    """
-
-    def local(
-        stores: tuple[jax.Array, ...],
-        fresh: tuple[jax.Array, ...],
-        g: jax.Array,
-        rows: jax.Array,
-        begin: jax.Array,
-        keep: jax.Array,
-        axes: tuple[str, ...] = (),
-    ) -> tuple[jax.Array, ...]:
-        held = stores[0].shape[1]
-        rows = rows - (jax.lax.axis_index(axes) * held if axes else 0)
-        keep = keep | ((rows < 0) | (rows >= held))[:, None]
-        rows = jnp.clip(rows, 0, held - 1)
-
-        def put(r: jax.Array, stores: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-            def one(store: jax.Array, x: jax.Array) -> jax.Array:
-                start = (g, rows[r], begin[r], 0, 0)
-                old = jax.lax.dynamic_slice(store, start, (1, 1, *x.shape[1:]))
-                new = jnp.where(keep[r][:, None, None], old, x[r].astype(store.dtype))
-                return jax.lax.dynamic_update_slice(store, new, start)
-
-            return tuple(one(store, x) for store, x in zip(stores, fresh, strict=True))
-
-        return jax.lax.fori_loop(0, rows.shape[0], put, stores)
-
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return local(stores, fresh, g, rows, begin, keep)
-    spec = activation_spec(CACHE_AXES, stores[0].shape, mesh)
-    new, whole = PartitionSpec(None, None, spec[3], None), PartitionSpec()
-    return jax.shard_map(
-        functools.partial(local, axes=spec[1] or ()),
-        in_specs=((spec, spec), (new, new), whole, whole, whole, whole),
-        out_specs=(spec, spec),
-        check_vma=False,
-    )(stores, fresh, g, rows, begin, keep)
-
-
-def _held(last: jax.Array, slots: int) -> jax.Array:
-    """Position in each slot of a ring written up to position `last` [B, 1]; negative if none."""
-    return last - (last - jnp.arange(slots)[None]) % slots
-
-
-def init_cache(config: DecoderConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
-    """An empty cache for `batch` rows of up to `length` tokens."""
-    full = -(-length // CACHE_BLOCK) * CACHE_BLOCK
-
-    def zeros() -> tuple[jax.Array, ...]:
-        arrays = []
-        for layer_type in config.pattern:
-            slots = min(config.sliding_window, full) if layer_type == SLIDING else full
-            shape = (config.n_groups, batch, slots, config.n_kv_heads, config.head_dim)
-            array = jnp.zeros(shape, dtype)
-            arrays.append(constrain(array, *CACHE_AXES))
-        return tuple(arrays)
-
-    return KVCache(zeros(), zeros())
 
 
 def parameters(model: Decoder) -> dict[str, nnx.Param]:

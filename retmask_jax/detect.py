@@ -23,7 +23,7 @@ from retmask_jax import checkpoint_io, distributed, heads, plots
 from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
 from retmask_jax.haystack import Haystack, Needle, read_haystack, read_needles
-from retmask_jax.mesh import local_mesh
+from retmask_jax.mesh import sampling_mesh
 from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.sampler import Completion, Request, Sampler
 from retmask_jax.workdir import (
@@ -251,7 +251,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     slices = cut(plan.trials, PART_TRIALS)
     missing = unfinished(folder / "parts", len(slices))[::-1]  # the longest trials first
     if missing:
-        mesh = local_mesh(config.mesh)
+        mesh = sampling_mesh(config.mesh, source.config)
         model = checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh)
         sampler = Sampler(
             model,

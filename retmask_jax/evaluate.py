@@ -25,7 +25,7 @@ from retmask_jax.errors import UserError
 from retmask_jax.generate import response
 from retmask_jax.haystack import read_haystack, sentence_ends
 from retmask_jax.heads import HeadMask
-from retmask_jax.mesh import local_mesh
+from retmask_jax.mesh import sampling_mesh
 from retmask_jax.models.decoder import Decoder
 from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
@@ -88,7 +88,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         )
     detect.hold(plan, folder / "plan.json")
 
-    mesh, dtype = local_mesh(config.mesh), config.model.dtype
+    mesh, dtype = sampling_mesh(config.mesh, source.config), config.model.dtype
     masks = initial_masks(selected, config.evaluate.random_seeds, config.seed)
     load = partial(checkpoint_io.load_model, source, dtype=dtype, mesh=mesh)
     groups = [Group("initial", masks, load)]

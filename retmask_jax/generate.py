@@ -17,7 +17,7 @@ from ml_collections import ConfigDict
 from retmask_jax import checkpoint_io, distributed, heads
 from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
-from retmask_jax.mesh import local_mesh
+from retmask_jax.mesh import sampling_mesh
 from retmask_jax.parts import Job, complete, cut, unfinished
 from retmask_jax.prompts import Prompt, read_prompts
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
@@ -55,8 +55,7 @@ def response(completion: Completion, chat: Chat, *, thinking: bool) -> dict[str,
 def run(config: ConfigDict, workdir: Workdir) -> None:
     """Samples what is missing in `workdir.generate` and writes its summary.
 
-    On several processes, part i is the work of process i modulo their number, on its own devices;
-    the first one writes the summary when all parts are there.
+    The first process writes the summary when all parts are there.
 
     Raises:
         UserError: no head is selected yet, the prompts are unusable or not those of the parts on
@@ -107,7 +106,7 @@ def _sample(
             f"but the model has {source.config.max_position} positions"
         )
     keep = heads.read_selection(workdir).array
-    mesh = local_mesh(config.mesh)
+    mesh = sampling_mesh(config.mesh, source.config)
     sampler = Sampler(
         checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh),
         bank=np.stack([np.ones_like(keep), keep]),

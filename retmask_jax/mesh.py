@@ -1,6 +1,7 @@
 """The device mesh: its four axes, and how a model's weights lie on it."""
 
 import math
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -10,6 +11,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from retmask_jax.errors import UserError
+from retmask_jax.models.config import DecoderConfig
 from retmask_jax.models.decoder import Decoder
 from retmask_jax.models.layers import logical_axes
 from retmask_jax.models.partitioning import RULES, partition_spec
@@ -55,28 +57,74 @@ def make_mesh(config: ConfigDict, devices: list[jax.Device] | None = None) -> Me
     return Mesh(_grid(shape, devices), AXES, axis_types=axis_types)
 
 
-def local_mesh(
-    config: ConfigDict, devices: list[jax.Device] | None = None, n_run: int | None = None
+def team(device: jax.Device) -> int:
+    """The number of the team that a device samples with: its TPU slice, else its process.
+
+    The TPU compiler refuses programs for a part of a v5e or v6e slice.
+    """
+    return getattr(device, "slice_index", 0) if device.platform == "tpu" else device.process_index
+
+
+class Teams(NamedTuple):
+    """This process's place among the teams of the run; each samples its share of the work.
+
+    Attributes:
+        count: of teams.
+        index: of this process's.
+        leads: whether it is the one of its team that writes.
+    """
+
+    count: int
+    index: int
+    leads: bool
+
+
+def teams() -> Teams:
+    """The teams of this run."""
+    first = {}  # process of each team
+    for device in jax.devices():
+        first.setdefault(team(device), device.process_index)
+    own = team(jax.local_devices()[0])
+    return Teams(len(first), sorted(first).index(own), first[own] == jax.process_index())
+
+
+def team_devices() -> list[jax.Device]:
+    """The devices of this process's team."""
+    own = team(jax.local_devices()[0])
+    return [device for device in jax.devices() if team(device) == own]
+
+
+def sampling_mesh(
+    config: ConfigDict,
+    model: DecoderConfig,
+    devices: list[jax.Device] | None = None,
+    n_run: int | None = None,
 ) -> Mesh:
-    """The mesh for work that every process does by itself, on its own devices.
+    """The mesh for sampling, over the devices of one team.
 
     Each axis is as long as in the run's mesh if that fits, the innermost axes first; `data` takes
-    what is left. With one process it is the run's mesh.
+    what is left. Then of `fsdp`, along which all weights would be gathered for each token, as much
+    as divides heads, MLP and vocabulary becomes `tensor`, which takes as little memory.
 
     Args:
       config: the section `mesh` of the configuration.
-      devices: the process's (default: this one's).
+      model: the model's dimensions.
+      devices: the team's (default: this process's team).
       n_run: how many devices the run has (default: this run).
 
     Raises:
       UserError: see `mesh_shape`.
     """
-    devices = devices if devices is not None else jax.local_devices()
+    devices = devices if devices is not None else team_devices()
     shape, left = mesh_shape(config, n_run or jax.device_count()), len(devices)
     for axis in reversed(AXES[1:]):
         shape[axis] = math.gcd(shape[axis], left)
         left //= shape[axis]
     shape["data"] = left
+    divisible = math.gcd(model.n_heads, model.n_kv_heads, model.d_ff, model.vocab_size)
+    more = math.gcd(shape["fsdp"], divisible // math.gcd(divisible, shape["tensor"]))
+    shape["fsdp"] //= more
+    shape["tensor"] *= more
     axis_types = (AxisType.Auto,) * len(AXES)
     return Mesh(_grid(shape, devices), AXES, axis_types=axis_types)
 

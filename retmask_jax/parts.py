@@ -1,13 +1,14 @@
 """Sampling cut into parts: a part's file is on disk whole or not at all, so a kill loses little.
 
-Part i belongs to process i % jax.process_count(); each works on its own devices.
+Part i belongs to team i % their number; see `mesh.team`. The processes of a team sample it
+together, in step, and the first of them writes it.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-import jax
-
+from retmask_jax import distributed
+from retmask_jax.mesh import teams
 from retmask_jax.progress import progress
 from retmask_jax.sampler import Completion, Request
 from retmask_jax.workdir import PathLike, part_path, write_part
@@ -29,9 +30,12 @@ def cut(items: Sequence, size: int) -> list[Sequence]:
 
 
 def unfinished(folder: PathLike, total: int) -> list[int]:
-    """Returns the parts of `total` that are this process's and not on disk."""
-    mine = range(jax.process_index(), total, jax.process_count())
-    return [i for i in mine if not part_path(folder, i, total).exists()]
+    """Returns the parts of `total` that are this team's and not on disk."""
+    own = teams()
+    mine = range(own.index, total, own.count)
+    missing = [i for i in mine if not part_path(folder, i, total).exists()]
+    distributed.wait(f"{folder}: parts counted")  # before another process of the team writes one
+    return missing
 
 
 def complete(
@@ -56,13 +60,14 @@ def complete(
         label: for the progress bar.
         unit: what a row is called there.
     """
+    leads = teams().leads
     rows: dict[int, list[dict]] = {}
     left: dict[int, int] = {}
     asked: dict[str, tuple[int, int, Job]] = {}
 
     def requests() -> Iterator[Request]:
         for part, members in jobs:
-            if not members:
+            if leads and not members:
                 write_part(folder, part, total, [])
             rows[part], left[part] = [{} for _ in members], len(members)
             for place, job in enumerate(members):
@@ -71,6 +76,8 @@ def complete(
 
     for completion in progress(sampler(requests()), n_rows, label, unit):
         part, place, job = asked.pop(completion.id)
+        if not leads:
+            continue
         rows[part][place] = job.row(completion)
         left[part] -= 1
         if not left[part]:

@@ -50,7 +50,7 @@ def run(
     model, name = read_model(config, model_config)
     where = open_slice(topology, slices)
     if not sweep:
-        mesh = stage_mesh(config, where, stage)
+        mesh = stage_mesh(config, model, where, stage)
         for one in estimates(config, where, stage, model, mesh, row_length, export_hlo):
             print(report(one, where, name, model), flush=True)
         return

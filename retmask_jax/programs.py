@@ -173,7 +173,7 @@ def sampler_works(config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: s
     cache = sampler.abstract_slots().cache
     state = {"weights": _device_bytes(like), "cache": _device_bytes(cache)}
     blocks = max(-(-x.shape[2] // attention.BLOCK) for x in cache.k)
-    rows, chunk = sampler.prefill_shape
+    slots, (rows, chunk) = sampler.slots, sampler.prefill_shape
     keys = {kind: _visible(model, kind, length) for kind in set(model.layer_types)}
 
     def work(name: str, lower: Callable, tokens: int, scored: int, unit: str, *trips: int) -> Work:
@@ -182,8 +182,8 @@ def sampler_works(config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: s
 
     return [
         work(
-            "decode", sampler.lower_decode, options.slots, options.slots,
-            f"step of {options.slots} rows that are {length} tokens long", 1, blocks,
+            "decode", sampler.lower_decode, slots, slots,
+            f"step of {slots} rows that are {length} tokens long", 1, blocks,
         ),
         work(
             "prefill", sampler.lower_prefill, rows * chunk, 0,
@@ -192,23 +192,24 @@ def sampler_works(config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: s
     ]  # fmt: skip
 
 
-def stage_mesh(config: ConfigDict, where: Slice, stage: str) -> Mesh:
-    """The mesh that the stage makes on the slice: one for train, else each host's own.
+def stage_mesh(config: ConfigDict, model: DecoderConfig, where: Slice, stage: str) -> Mesh:
+    """The mesh that the stage makes: one of all slices for train, else one of the first.
 
     Raises:
         UserError: see `mesh.make_mesh`.
     """
     if stage == "train":
         return meshes.make_mesh(config.mesh, where.devices)
-    return meshes.local_mesh(config.mesh, stage_devices(where, stage), len(where.devices))
+    devices = stage_devices(where, stage)
+    return meshes.sampling_mesh(config.mesh, model, devices, len(where.devices))
 
 
 def stage_devices(where: Slice, stage: str) -> list[jax.Device]:
-    """What a process of the stage computes on: all devices for train, else those of its host."""
+    """What a program of the stage runs on: all devices for train, else those of a team."""
     if stage == "train":
         return where.devices
-    first = where.devices[0].process_index
-    return [device for device in where.devices if device.process_index == first]
+    first = meshes.team(where.devices[0])
+    return [device for device in where.devices if meshes.team(device) == first]
 
 
 def _visible(model: DecoderConfig, layer_type: str, length: int) -> int:

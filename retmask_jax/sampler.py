@@ -4,12 +4,17 @@ A fixed number of slots decodes in a compiled loop. Slots that finish are refill
 decode; prompts are prefilled a chunk at a time straight into their slots' rows of the KV cache.
 Every row has its own mask (a policy out of a bank) and its own random key, so that a response does
 not depend on what else is in the batch.
+
+On a mesh each device prefills and decodes slots of its own. The processes that share a mesh make
+the same calls with the same requests, and each gets all completions.
 """
 
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterable, Iterator
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -18,8 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from retmask_jax.models.decoder import CACHE_AXES, Decoder, KVCache, init_cache
-from retmask_jax.models.partitioning import activation_spec
+from retmask_jax.mesh import batch_ways
+from retmask_jax.models.cache import CACHE_AXES, KVCache, init_cache
+from retmask_jax.models.config import DecoderConfig
+from retmask_jax.models.decoder import Decoder
+from retmask_jax.models.partitioning import activation_spec, constrain
 
 _MAX_STEPS = 64  # decode steps in one compiled call, so that finished rows are seen in time
 _MIN_CHUNK = 32  # narrowest prefill; widths double from here, which bounds the compilations
@@ -123,7 +131,8 @@ class Sampler:
     Args:
       model: the weights, for every policy.
       bank: bool [P, L, N], the heads that each policy keeps; None: one policy that keeps all.
-      slots: rows B that decode together.
+      slots: rows that decode together, for each process of the mesh. Rounded up to a number of rows
+        B that the mesh's data axes share out evenly.
       max_length: longest prompt and response together, in tokens.
       max_new_tokens: M, longest response.
       temperature: 0 is greedy.
@@ -131,7 +140,7 @@ class Sampler:
       stop_ids: tokens that end a response.
       report_top: completions tell where each head looked.
       prefill_chunk: prompt tokens of a row in one forward pass.
-      mesh: where the weights lie; rows are split over its data axes.
+      mesh: where the weights lie; rows are split over data and fsdp.
     """
 
     def __init__(
@@ -151,12 +160,17 @@ class Sampler:
     ) -> None:
         config = model.config
         self._model, self._mesh = model, mesh
-        self._bank = None if bank is None else jnp.asarray(bank, jnp.float32)
-        self._slots, self._max_length = slots, max_length
-        self._refill = max(1, slots // 4)
+        self._bank = None if bank is None else np.asarray(bank, np.float32)
+        self._ways, n_processes = 1, 1
+        if mesh is not None:
+            self._ways = batch_ways(mesh)
+            n_processes = len({device.process_index for device in mesh.devices.flat})
+        self._own = -(-slots * n_processes // self._ways)  # slots of each of the ways
+        self._refill = max(1, self._own // 4)  # of those, prefilled at once
+        self.slots, self._max_length = self._own * self._ways, max_length
         self._chunk = max(prefill_chunk, _MIN_CHUNK)
         self._spec = _Spec(max_new_tokens, temperature, top_p, tuple(stop_ids), report_top)
-        self._top_shape = (max_new_tokens, config.n_layers, slots, config.n_heads)
+        self._top_shape = (max_new_tokens, config.n_layers, self.slots, config.n_heads)
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Completion]:
         """Completions in the order in which they end.
@@ -166,42 +180,43 @@ class Sampler:
         """
         waiting = iter(requests)
         running: dict[int, Request] = {}
-        free = list(range(self._slots))
+        free = set(range(self.slots))
         with jax.set_mesh(self._mesh) if self._mesh is not None else nullcontext():
             slots = self._empty()
             exhausted = False
             while running or not exhausted:
                 while free and not exhausted:
-                    group = _take(waiting, min(self._refill, len(free)))
-                    exhausted = len(group) < min(self._refill, len(free))
+                    rows = self._next_rows(free)
+                    group = list(itertools.islice(waiting, len(rows)))
+                    exhausted = len(group) < len(rows)
                     if group:
-                        rows = [free.pop(0) for _ in group]
-                        running.update(zip(rows, group, strict=True))
-                        slots = self._admit(slots, rows, group)
+                        admitted = dict(zip(rows, group, strict=False))
+                        running.update(admitted)
+                        free.difference_update(admitted)
+                        slots = self._admit(slots, admitted)
                 if not running:
                     break
-                enough = self._slots if exhausted else len(free) + self._refill
-                slots = _decode(self._model, slots, self._bank, jnp.int32(enough), self._spec)
+                enough = self.slots if exhausted else self._refill * self._ways
+                slots = _decode(self._model, slots, self._bank, np.int32(enough), self._spec)
                 active = np.asarray(slots.active)
                 done = [row for row in running if not active[row]]
                 if done:
                     yield from self._collect(slots, [(row, running.pop(row)) for row in done])
-                    free = sorted(free + done)
+                    free.update(done)
 
     @property
     def prefill_shape(self) -> tuple[int, int]:
         """Rows and tokens of the widest prefill."""
-        return self._refill, self._chunk
+        return self._refill * self._ways, self._chunk
 
     def abstract_slots(self) -> _Slots:
-        """The decode batch as shapes, the cache placed on the mesh, which there must be."""
-        slots = jax.eval_shape(self._empty)
+        """The decode batch as shapes placed on the mesh, which there must be."""
 
-        def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-            spec = activation_spec(CACHE_AXES, x.shape, self._mesh)
+        def place(x: jax.ShapeDtypeStruct, *axes: str | None) -> jax.ShapeDtypeStruct:
+            spec = activation_spec(axes, x.shape, self._mesh)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(self._mesh, spec))
 
-        return slots._replace(cache=jax.tree.map(place, slots.cache))
+        return _by_axes(place, jax.eval_shape(self._empty))
 
     def lower_decode(self) -> jax.stages.Lowered:
         """Traces the decode loop; the model and the mesh's devices may be abstract."""
@@ -222,27 +237,26 @@ class Sampler:
             )
 
     def _empty(self) -> _Slots:
-        b, spec = self._slots, self._spec
         dtype = jax.tree.leaves(self._model)[0].dtype
-        ints = functools.partial(jnp.zeros, dtype=jnp.int32)
-        return _Slots(
-            cache=_new_cache(self._model.config, b, self._max_length, dtype),
-            token=ints((b,)),
-            position=ints((b,)),
-            sampled=ints((b,)),
-            limit=ints((b,)),
-            active=jnp.zeros((b,), bool),
-            stopped=jnp.zeros((b,), bool),
-            policy=ints((b,)),
-            key=jnp.zeros((b, 2), jnp.uint32),
-            out=ints((b, spec.max_new_tokens)),
-            top=ints(self._top_shape if spec.report_top else (0,)),
-        )
+        top = self._top_shape if self._spec.report_top else (0,)
+        new = self._spec.max_new_tokens
+        return _empty(self._model.config, self.slots, self._max_length, new, top, dtype)
 
-    def _admit(self, slots: _Slots, rows: list[int], group: list[Request]) -> _Slots:
-        """Prefills all but the last token of each prompt, which the first decode step feeds."""
+    def _next_rows(self, free: set[int]) -> list[int]:
+        """The free slots that one prefill fills: as many of each way as it has places for."""
+        ranked = []
+        for way in range(self._ways):
+            own = sorted(row for row in free if row // self._own == way)
+            ranked += [(place, row) for place, row in enumerate(own[: self._refill])]
+        return [row for _, row in sorted(ranked)]
+
+    def _admit(self, slots: _Slots, group: dict[int, Request]) -> _Slots:
+        """Prefills all but the last token of each slot's prompt; the first decode step feeds that.
+
+        A prefill has `_refill` places for slots of each way.
+        """
         limits = []
-        for request in group:
+        for request in group.values():
             limit = self._spec.max_new_tokens
             if request.max_new_tokens is not None:
                 limit = min(limit, request.max_new_tokens)
@@ -252,16 +266,28 @@ class Sampler:
                     f"not fit 1..{self._max_length}"
                 )
             limits.append(limit)
-        n = self._refill
-        lengths = np.zeros(n, np.int32)
-        lengths[: len(group)] = [len(request.tokens) - 1 for request in group]
+        n = self._refill * self._ways
+        taken = Counter()
+        places = []
+        for slot in group:
+            way = slot // self._own
+            places.append(way * self._refill + taken[way])
+            taken[way] += 1
+
+        def column(values: Iterable, dtype: type = np.int32, width: tuple = ()) -> np.ndarray:
+            filled = np.zeros((n, *width), dtype)
+            filled[places] = list(values)
+            return filled
+
+        lengths = column(len(request.tokens) - 1 for request in group.values())
         tokens = np.zeros((n, -(-max(1, lengths.max()) // self._chunk) * self._chunk), np.int32)
-        for i, request in enumerate(group):
-            tokens[i, : lengths[i]] = request.tokens[:-1]
-        where = np.full(n, self._slots, np.int32)  # out of bounds: a row of padding
-        where[: len(rows)] = rows
-        policies = np.zeros(n, np.int32)
-        policies[: len(group)] = [request.policy for request in group]
+        for place, request in zip(places, group.values(), strict=True):
+            tokens[place, : lengths[place]] = request.tokens[:-1]
+        rows = np.repeat(np.arange(self._ways, dtype=np.int32) * self._own, self._refill)
+        rows[places] = list(group)
+        where = np.full(n, self.slots, np.int32)  # out of bounds: a place that is not used
+        where[places] = list(group)
+        policies = column(request.policy for request in group.values())
         cache = slots.cache
         for start in range(0, int(lengths.max()), self._chunk):
             width = _bucket(min(int(lengths.max()) - start, self._chunk), self._chunk)
@@ -271,40 +297,32 @@ class Sampler:
                 tokens[:, start : start + width],
                 np.int32(start),
                 lengths,
-                np.minimum(where, self._slots - 1),
+                rows,
                 policies,
                 self._bank,
             )
-
-        def column(values: list, dtype: type = np.int32, width: tuple = ()) -> np.ndarray:
-            filled = np.zeros((n, *width), dtype)
-            filled[: len(group)] = values
-            return filled
-
+        seeds = (divmod(request.seed % 2**64, 2**32) for request in group.values())
         return _seat(
             slots._replace(cache=cache),
             where,
-            column([request.tokens[-1] for request in group]),
+            column(request.tokens[-1] for request in group.values()),
             lengths,
             column(limits),
             policies,
-            column([divmod(r.seed % 2**64, 2**32) for r in group], np.uint32, (2,)),
+            column(seeds, np.uint32, (2,)),
         )
 
     def _collect(self, slots: _Slots, done: list[tuple[int, Request]]) -> Iterator[Completion]:
-        sampled, stopped, out = (np.asarray(x) for x in (slots.sampled, slots.stopped, slots.out))
+        fields = (slots.sampled, slots.stopped, slots.out, slots.top)
+        sampled, stopped, out, top = (np.asarray(x) for x in fields)
         for row, request in done:
             n = int(sampled[row])
             yield Completion(
                 id=request.id,
                 tokens=tuple(int(token) for token in out[row, :n]),
                 finish_reason="stop" if stopped[row] else "length",
-                top=np.asarray(slots.top[:n, :, row]) if self._spec.report_top else None,
+                top=top[:n, :, row] if self._spec.report_top else None,
             )
-
-
-def _take(requests: Iterator[Request], n: int) -> list[Request]:
-    return [request for _, request in zip(range(n), requests, strict=False)]
 
 
 def _bucket(n: int, most: int) -> int:
@@ -314,7 +332,40 @@ def _bucket(n: int, most: int) -> int:
     return min(width, most)
 
 
-_new_cache = jax.jit(init_cache, static_argnums=(0, 1, 2, 3))
+def _by_axes(place: Callable, slots: _Slots) -> _Slots:
+    """Calls `place` with each array and its logical axes.
+
+    All but the cache is whole everywhere, so that every process can read it.
+    """
+    cache = jax.tree.map(lambda x: place(x, *CACHE_AXES), slots.cache)
+    rest = jax.tree.map(lambda x: place(x, *(None,) * x.ndim), slots._replace(cache=None))
+    return rest._replace(cache=cache)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4, 5))
+def _empty(
+    config: DecoderConfig,
+    b: int,
+    max_length: int,
+    max_new_tokens: int,
+    top_shape: tuple[int, ...],
+    dtype: jnp.dtype,
+) -> _Slots:
+    ints = functools.partial(jnp.zeros, dtype=jnp.int32)
+    slots = _Slots(
+        cache=init_cache(config, b, max_length, dtype),
+        token=ints((b,)),
+        position=ints((b,)),
+        sampled=ints((b,)),
+        limit=ints((b,)),
+        active=jnp.zeros((b,), bool),
+        stopped=jnp.zeros((b,), bool),
+        policy=ints((b,)),
+        key=jnp.zeros((b, 2), jnp.uint32),
+        out=ints((b, max_new_tokens)),
+        top=ints(top_shape),
+    )
+    return _by_axes(constrain, slots)
 
 
 def _gates(bank: jax.Array | None, policy: jax.Array) -> jax.Array | None:
@@ -354,7 +405,7 @@ def _seat(
     def put(old: jax.Array, new: jax.Array | int | bool) -> jax.Array:
         return old.at[where].set(new, mode="drop")
 
-    return slots._replace(
+    slots = slots._replace(
         token=put(slots.token, token),
         position=put(slots.position, position),
         sampled=put(slots.sampled, 0),
@@ -364,6 +415,7 @@ def _seat(
         policy=put(slots.policy, policy),
         key=put(slots.key, key),
     )
+    return _by_axes(constrain, slots)
 
 
 @functools.partial(jax.jit, static_argnums=(4,), donate_argnums=(1,))
@@ -411,4 +463,4 @@ def _decode(
             top=top,
         )
 
-    return jax.lax.while_loop(going, step, (jnp.int32(0), slots))[1]
+    return _by_axes(constrain, jax.lax.while_loop(going, step, (jnp.int32(0), slots))[1])

@@ -17,7 +17,8 @@ from conftest import TINY_HF, tiny_decoder, tiny_hf
 from torch_reference import mask_heads, state_dict, torch_model
 
 from retmask_jax.mesh import AXES, shardings
-from retmask_jax.models.decoder import Decoder, init_cache
+from retmask_jax.models.cache import init_cache
+from retmask_jax.models.decoder import Decoder
 
 pytestmark = pytest.mark.torch
 

@@ -28,7 +28,9 @@ def setup(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_io, "load_tokenizer", lambda source: chat_families.llama())
     monkeypatch.setattr(checkpoint_io, "load_model", lambda *args, **options: model)
     one = jax.devices()[:1]
-    monkeypatch.setattr(generate, "local_mesh", lambda config: mesh.make_mesh(config, one))
+    monkeypatch.setattr(
+        generate, "sampling_mesh", lambda config, model: mesh.make_mesh(config, one)
+    )
 
     def setup(prompts=tuple("abcdefg"), name="work", **options):
         file = tmp_path / f"{name}.jsonl"

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import pytest
@@ -19,6 +20,7 @@ from jax._src import clusters
 
 from retmask_jax import cli, distributed, mesh, train
 from retmask_jax.errors import UserError
+from retmask_jax.models import config_from_hf
 from retmask_jax.workdir import read_jsonl
 
 LOST_AFTER = 10  # seconds
@@ -63,6 +65,14 @@ def dies(*args, **kwargs):
 {0}.{1} = dies
 sys.exit(cli.main())
 """
+# The command line where all processes of a run are one team, as those of a TPU slice are.
+ONE_TEAM = """
+import sys
+from retmask_jax import cli, mesh
+
+mesh.team = lambda device: 0
+sys.exit(cli.main())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -92,21 +102,22 @@ def free_port():
 
 
 @contextlib.contextmanager
-def processes(files, work, n, n_devices, stage, dies=None, extra=None):
+def processes(files, work, n, n_devices, stage, dies=None, extra=None, program=None):
     """Starts n processes of a run.
 
     dies: process -> (module, function, at which call of it, by which signal).
     extra: process -> more options.
+    program: to start instead of the command line.
     """
     port = free_port()
     env = os.environ | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={n_devices}"}
     started = []
     for i in range(n):
-        program = ["-m", "retmask_jax"]
+        start = ["-c", program] if program else ["-m", "retmask_jax"]
         if i in (dies or {}):
-            program = ["-c", DIES.format(*dies[i])]
+            start = ["-c", DIES.format(*dies[i])]
         run = [f"--coordinator=localhost:{port}", f"--processes={n}", f"--process={i}"]
-        command = [sys.executable, *program, *args(files, work, stage), *run]
+        command = [sys.executable, *start, *args(files, work, stage), *run]
         command += [f"--lost_after={LOST_AFTER}", *(extra or {}).get(i, ())]
         pipe = subprocess.PIPE
         started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, env=env))
@@ -122,9 +133,9 @@ def args(files, work, stage):
     return [stage, f"--config={files}/config.py", f"--workdir={work}"]
 
 
-def together(files, work, n, n_devices, stage):
+def together(files, work, n, n_devices, stage, program=None):
     """A run of n processes to its end."""
-    with processes(files, work, n, n_devices, stage) as started:
+    with processes(files, work, n, n_devices, stage, program=program) as started:
         for process in started:
             _, errors = process.communicate(timeout=400)
             assert process.returncode == 0, errors
@@ -148,7 +159,7 @@ def four_devices():
         four = jax.devices()[:4]
         patch.setattr(mesh.jax, "devices", lambda: four)
         patch.setattr(mesh.jax, "device_count", lambda: 4)
-        patch.setattr(mesh.jax, "local_devices", lambda: four[:2])
+        patch.setattr(mesh, "team_devices", lambda: four[:2])
         yield patch
 
 
@@ -182,6 +193,18 @@ def test_four_processes_train_as_one(files, left_alone, tmp_path):
     together(files, tmp_path, 4, 1, "train")
     assert_same_training(tmp_path, left_alone)
     assert (tmp_path / "train" / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_processes_that_sample_as_one_team(files, left_alone, tmp_path):
+    """Row by row what processes sample that work alone, on a mesh of another shape."""
+    together(files, tmp_path, 2, 2, "detect", ONE_TEAM)
+    together(files, tmp_path, 2, 2, "generate", ONE_TEAM)
+    found = artefacts(tmp_path)
+    assert {name.split("/")[0] for name in found} == {"config.json", "detect", "generate"}
+    expected = artefacts(left_alone)
+    for name, content in found.items():
+        assert content == expected[name], name
 
 
 @pytest.mark.slow
@@ -290,19 +313,64 @@ def test_mistakes_in_the_options(options, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("run", "n_own", "own"),
     [
-        ({"fsdp": 8}, 8, (1, 8, 1, 1)),
-        ({"data": 2, "fsdp": -1}, 4, (1, 4, 1, 1)),
-        ({"fsdp": 4, "tensor": 2}, 4, (1, 2, 1, 2)),
+        ({"fsdp": 8}, 8, (1, 2, 1, 4)),
+        ({"data": 2, "fsdp": -1}, 4, (1, 1, 1, 4)),
+        ({"fsdp": 4, "tensor": 2}, 4, (1, 1, 1, 4)),
+        ({"fsdp": 4, "tensor": 2}, 8, (1, 2, 1, 4)),
         ({"tensor": 8}, 2, (1, 1, 1, 2)),
+        ({"data": 2, "sequence": 2, "fsdp": 2}, 8, (2, 1, 2, 2)),
         ({"data": -1}, 2, (2, 1, 1, 1)),
     ],
 )
-def test_the_mesh_of_one_process(run, n_own, own):
+def test_the_mesh_of_a_team(run, n_own, own):
+    """Four key/value heads: fsdp becomes tensor up to that."""
     config = {axis: run.get(axis, 1) for axis in mesh.AXES}
-    assert tuple(mesh.local_mesh(config, jax.devices()[:n_own], 8).shape.values()) == own
+    model = config_from_hf(tiny_hf("llama", num_key_value_heads=4))
+    found = mesh.sampling_mesh(config, model, jax.devices()[:n_own], 8)
+    assert tuple(found.shape.values()) == own
 
 
-def test_the_mesh_of_one_process_wants_a_mesh_of_the_run():
+@pytest.mark.parametrize(
+    ("change", "own"),
+    [
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, (1, 8, 1, 1)),
+        ({"intermediate_size": 98, "num_key_value_heads": 8}, (1, 4, 1, 2)),
+        ({"vocab_size": 126, "num_key_value_heads": 8}, (1, 4, 1, 2)),
+    ],
+)
+def test_a_team_splits_what_can_be_split(change, own):
+    config = {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
+    model = config_from_hf(tiny_hf("llama", **change))
+    assert tuple(mesh.sampling_mesh(config, model, jax.devices(), 8).shape.values()) == own
+
+
+def test_the_mesh_of_a_team_wants_a_mesh_of_the_run():
     config = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 1}
+    model = config_from_hf(tiny_hf("llama"))
     with pytest.raises(UserError, match="does not fit 8 devices"):
-        mesh.local_mesh(config, jax.devices()[:4], 8)
+        mesh.sampling_mesh(config, model, jax.devices()[:4], 8)
+
+
+class Device(NamedTuple):
+    platform: str
+    process_index: int
+    slice_index: int = 0
+
+
+@pytest.mark.parametrize(
+    ("platform", "expected"),
+    [
+        ("gpu", [(4, 0, True), (4, 1, True), (4, 2, True), (4, 3, True)]),
+        ("tpu", [(2, 0, True), (2, 0, False), (2, 1, True), (2, 1, False)]),
+    ],
+)
+def test_teams(monkeypatch, platform, expected):
+    """Two slices of two processes each sample by slice on TPU, else by process."""
+    devices = [Device(platform, n // 2, n // 4) for n in range(8)]
+    monkeypatch.setattr(mesh.jax, "devices", lambda: devices)
+    for process, teams in enumerate(expected):
+        monkeypatch.setattr(mesh.jax, "process_index", lambda process=process: process)
+        own = [device for device in devices if device.process_index == process]
+        monkeypatch.setattr(mesh.jax, "local_devices", lambda own=own: own)
+        assert tuple(mesh.teams()) == teams
+        assert len(mesh.team_devices()) == 8 // teams[0]

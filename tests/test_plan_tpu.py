@@ -56,8 +56,9 @@ def compiled(
     config.generate.update({"slots": 8, "max_prompt_tokens": 256, "max_new_tokens": 256})
     config.detect.update({"slots": 4, "max_length": 950, "prefill_chunk": 256})
     where = open_slice(topology, slices)
-    mesh = stage_mesh(config, where, stage)
-    return tuple(estimates(config, where, stage, small(family), mesh, LENGTH))
+    model = small(family)
+    mesh = stage_mesh(config, model, where, stage)
+    return tuple(estimates(config, where, stage, model, mesh, LENGTH))
 
 
 def gathers(estimate: Estimate) -> list[Collective]:
@@ -150,7 +151,8 @@ def test_two_slices_exchange_gradients_over_the_network_alone():
 def test_no_room_for_the_state():
     config, where = llama31_8b.get_config(), open_slice("v5e:2x2")
     model, name = read_model(config)
-    (one,) = estimates(config, where, "train", model, stage_mesh(config, where, "train"))
+    mesh = stage_mesh(config, model, where, "train")
+    (one,) = estimates(config, where, "train", model, mesh)
     assert not one.fits and one.needed > one.available == 16 * 2**30
     assert plan.report(one, where, name, model).endswith("DOES NOT FIT")
 
@@ -159,7 +161,7 @@ def test_no_room_for_the_activations():
     """131,072 pairs at once on one chip: 34 GB for each layer's input. The compiler says so."""
     config, where = llama31_8b.get_config(), open_slice("v5e:1x1")
     config.train.update({"micro_pairs": 2**17, "pairs_per_step": 2**17})
-    mesh = stage_mesh(config, where, "train")
+    mesh = stage_mesh(config, small("llama"), where, "train")
     (one,) = estimates(config, where, "train", small("llama"), mesh, LENGTH)
     assert not one.fits and one.needed > 34e9
     assert one.available == pytest.approx(15.75 * 2**30, rel=0.02)

@@ -5,7 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from conftest import tiny_decoder
+from ml_collections import ConfigDict
 
+from retmask_jax import sampler
+from retmask_jax.mesh import AXES, make_mesh, shardings
 from retmask_jax.sampler import Completion, Request, Sampler, choose, request_seed
 
 BANK = np.ones((2, 4, 8), bool)
@@ -133,18 +136,38 @@ def test_sampled_frequencies_follow_the_probabilities():
     np.testing.assert_allclose(seen, p**2 / np.sum(p**2), atol=0.015)
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"tensor": 4}, {"data": 2, "tensor": 2}], ids=str)
-def test_a_mesh_changes_nothing(axes):
-    from retmask_jax.mesh import AXES, shardings
-
-    model, rows = tiny_decoder("llama"), requests(6)
-    alone = run(model, rows, temperature=0.8)
-    mesh = jax.make_mesh(
-        [axes.get(axis, 1) for axis in AXES],
-        AXES,
-        axis_types=(jax.sharding.AxisType.Auto,) * 4,
-        devices=jax.devices()[:4],
-    )
+@pytest.mark.parametrize(
+    ("family", "axes", "slots"),
+    [
+        ("llama", {"fsdp": 4}, 1),
+        ("llama", {"tensor": 4}, 4),
+        ("llama", {"data": 2, "tensor": 2}, 6),
+        ("olmo3", {"data": 2, "fsdp": 2}, 16),
+        ("olmo3", {"fsdp": 2, "tensor": 2}, 8),
+    ],
+    ids=str,
+)
+def test_a_mesh_changes_nothing(family, axes, slots):
+    model, rows = tiny_decoder(family), requests(9)
+    options = {"temperature": 0.8, "prefill_chunk": 32, "report_top": True}
+    alone = run(model, rows, **options)
+    sizes = {axis: axes.get(axis, 1) for axis in AXES}
+    mesh = make_mesh(ConfigDict(sizes), jax.devices()[:4])
     placed = jax.device_put(model, shardings(model, mesh))
-    spread = run(placed, rows, temperature=0.8, mesh=mesh)
+    spread = run(placed, rows, slots=slots, mesh=mesh, **options)
     assert {k: v.tokens for k, v in spread.items()} == {k: v.tokens for k, v in alone.items()}
+    for name, completion in alone.items():
+        np.testing.assert_array_equal(spread[name].top, completion.top)
+
+
+def test_one_compilation_on_a_mesh():
+    """Slots come out of every program as they went in."""
+    mesh = make_mesh(ConfigDict({"data": 2, "fsdp": 2, "sequence": 1, "tensor": 2}))
+    model = tiny_decoder("llama")
+    placed = jax.device_put(model, shardings(model, mesh))
+    before = sampler._decode._cache_size(), sampler._seat._cache_size()
+    run(placed, requests(9), slots=8, max_new_tokens=11, mesh=mesh)
+    assert (sampler._decode._cache_size(), sampler._seat._cache_size()) == (
+        before[0] + 1,
+        before[1] + 1,
+    )

@@ -14,7 +14,7 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from retmask_jax.haystack import read_haystack
 from retmask_jax.mesh import AXES, shardings
-from retmask_jax.models.decoder import init_cache
+from retmask_jax.models.cache import init_cache
 
 pytestmark = pytest.mark.torch
 TOLERANCE = dict(atol=1e-3, rtol=0)
