@@ -17,7 +17,7 @@ from retmask_jax.models import attention
 from retmask_jax.models.config import SLIDING, DecoderConfig
 from retmask_jax.models.partitioning import activation_spec, constrain
 
-CACHE_BLOCK = 128  # the length of a cache is a multiple of it
+_BLOCKS = (512, 256, 128)  # slots that are attended to at once
 CACHE_AXES = (None, "batch", None, "kv_heads", None)  # of each array of a cache
 
 
@@ -34,7 +34,8 @@ class KVCache(NamedTuple):
 
 def init_cache(config: DecoderConfig, batch: int, length: int, dtype: jnp.dtype) -> KVCache:
     """An empty cache for `batch` rows of up to `length` tokens."""
-    full = -(-length // CACHE_BLOCK) * CACHE_BLOCK
+    multiple = _BLOCKS[0] if length > _BLOCKS[0] else _BLOCKS[-1]
+    full = -(-length // multiple) * multiple
 
     def zeros() -> tuple[jax.Array, ...]:
         arrays = []
@@ -46,6 +47,11 @@ def init_cache(config: DecoderConfig, batch: int, length: int, dtype: jnp.dtype)
         return tuple(arrays)
 
     return KVCache(zeros(), zeros())
+
+
+def block_size(slots: int) -> int:
+    """How many slots of a cache of `slots` are attended to at once."""
+    return next((n for n in _BLOCKS if slots % n == 0), slots)
 
 
 class LayerCache:
@@ -118,7 +124,7 @@ class LayerCache:
         """Attention over the stored keys, whose positions are `held` [B or 1, S]."""
         k, v = self.cache.k[self.p], self.cache.v[self.p]
         _, b, slots, n_kv, h = k.shape
-        size = next(n for n in (512, 256, CACHE_BLOCK, slots) if slots % n == 0)
+        size = block_size(slots)
         held = jnp.broadcast_to(held, (q.shape[0], slots))
 
         def read(store: jax.Array, j: jax.Array) -> jax.Array:

@@ -20,6 +20,7 @@ from retmask_jax.batches import Batch
 from retmask_jax.chips import Slice
 from retmask_jax.errors import UserError
 from retmask_jax.models import attention, config_from_hf
+from retmask_jax.models.cache import block_size
 from retmask_jax.models.config import SLIDING, DecoderConfig
 from retmask_jax.models.decoder import abstract
 from retmask_jax.models.kernels import splash_tile
@@ -172,7 +173,7 @@ def sampler_works(config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: s
     length = settings["max_length"]
     cache = sampler.abstract_slots().cache
     state = {"weights": _device_bytes(like), "cache": _device_bytes(cache)}
-    blocks = max(-(-x.shape[2] // attention.BLOCK) for x in cache.k)
+    blocks = max(x.shape[2] // block_size(x.shape[2]) for x in cache.k)
     slots, (rows, chunk) = sampler.slots, sampler.prefill_shape
     keys = {kind: _visible(model, kind, length) for kind in set(model.layer_types)}
 
