@@ -1,28 +1,28 @@
 """Weights into sharded arrays, without torch: from a Hugging Face folder, file or index, or GGUF.
 
 `open_source` reads configs and headers and refuses what cannot be loaded before anything is
-computed. `load_model` then makes each array from the slices that this process's devices hold, read
-a few megabytes at a time straight into place.
+computed. `load_model` then reads each array a few megabytes at a time straight into place.
 """
 
 import dataclasses
+import functools
 import importlib.util
 import math
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
-from jax.sharding import Mesh, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from transformers import PreTrainedTokenizerFast
 
 from retmask_jax import gguf_io, safetensors_io
 from retmask_jax.errors import UserError
-from retmask_jax.mesh import shardings
+from retmask_jax.mesh import cut_along, shardings
 from retmask_jax.models import config_from_hf, weight_names
 from retmask_jax.models.config import DecoderConfig
 from retmask_jax.models.decoder import Decoder, abstract, parameters
@@ -50,6 +50,7 @@ COMPANIONS = (
 )
 _BLOCK_BYTES = 8 << 20
 _TILE_ROWS = 16
+_LAYERS = 4  # that are exchanged at a time
 
 
 class StoredTensor(Protocol):
@@ -115,8 +116,9 @@ def open_source(path: str) -> Source:
 def load_model(source: Source, *, dtype: Any, mesh: Mesh | None = None) -> Decoder:
     """Loads the weights as `dtype`, sharded over `mesh` (None: on one device).
 
-    Each process reads the slices that its own devices hold. Beside the arrays themselves, host
-    memory holds one slice of one stacked weight at a time; the largest go first.
+    Each device reads as much as it holds. Where `mesh` cuts weights along the columns of the stored
+    tensors, which lie scattered, it reads other layers or rows, and the devices exchange what they
+    have read, some layers at a time. Little is in memory twice; the largest go first.
     """
     dtype = jnp.dtype(dtype)
     model = abstract(source.config, dtype)
@@ -128,10 +130,10 @@ def load_model(source: Source, *, dtype: Any, mesh: Mesh | None = None) -> Decod
         placement = dict(zip(shapes, jax.tree.leaves(shardings(model, mesh)), strict=True))
 
     def load(path: str) -> jax.Array:
-        def read(index: tuple[slice, ...]) -> np.ndarray:
-            return _read_slice(source, shapes[path], slots[path], index, dtype)
-
-        return jax.make_array_from_callback(shapes[path], placement[path], read)
+        read = functools.partial(_read_slice, source, slots[path], shapes[path], dtype)
+        if mesh is None or mesh.size == 1:
+            return jax.make_array_from_callback(shapes[path], placement[path], read)
+        return _load_shared(read, slots[path][0], shapes[path], dtype, placement[path])
 
     largest_first = sorted(shapes, key=lambda path: -math.prod(shapes[path]))
     arrays = {path: load(path) for path in largest_first}
@@ -335,12 +337,45 @@ def hf_shape(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
     return shape if slot.group is None else (math.prod(shape),)
 
 
+def _load_shared(
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    slot: Slot,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    target: NamedSharding,
+) -> jax.Array:
+    """A weight that each device reads a part of, exchanged to be sharded as `target`."""
+    grouped = slot.group is not None
+    layers = math.gcd(shape[0], _LAYERS) if grouped else shape[0]
+    part_shape = (layers, *shape[1:])
+    rows = input_axes(slot) + grouped  # the axis that the stored rows are cut along
+    read_by = cut_along(target, part_shape, (0, rows) if grouped else (rows,))
+    if read_by.is_equivalent_to(target, len(shape)):
+        return jax.make_array_from_callback(shape, target, read)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=target)
+    def put(weight: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
+        part = jax.lax.with_sharding_constraint(part, target)
+        return jax.lax.dynamic_update_slice_in_dim(weight, part, first, axis=0)
+
+    weight = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=target)()
+    for first in range(0, shape[0], layers):
+
+        def read_part(index: tuple[slice, ...], first: int = first) -> np.ndarray:
+            start, stop, _ = index[0].indices(layers)
+            return read((slice(first + start, first + stop), *index[1:]))
+
+        part = jax.make_array_from_callback(part_shape, read_by, read_part)
+        weight = jax.block_until_ready(put(weight, part, np.int32(first)))
+    return weight
+
+
 def _read_slice(
     source: Source,
-    shape: tuple[int, ...],
     slots: list[Slot],
-    index: tuple[slice, ...],
+    shape: tuple[int, ...],
     dtype: np.dtype,
+    index: tuple[slice, ...],
 ) -> np.ndarray:
     """The part `index` of a stacked weight of this shape, gathered into one array."""
     spans = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]

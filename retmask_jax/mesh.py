@@ -1,6 +1,7 @@
 """The device mesh: its four axes, and how a model's weights lie on it."""
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -172,6 +173,47 @@ def shardings(model: Decoder, mesh: Mesh) -> Decoder:
     return jax.tree_util.tree_map_with_path(
         one, model, is_leaf=lambda node: isinstance(node, nnx.Param)
     )
+
+
+def cut_along(sharding: NamedSharding, shape: Sequence[int], dims: Sequence[int]) -> NamedSharding:
+    """A sharding with parts as large, but cut along `dims` as far as they can be.
+
+    The mesh's axes are taken apart into prime factors. Those that cut another dimension move to the
+    first of `dims` that they divide; what none of them can take stays.
+    """
+    mesh, left = sharding.mesh, list(shape)
+    spec = [jax.tree.leaves(part) for part in (*sharding.spec, *(() for _ in shape))][: len(shape)]
+    cuts = {axis: dim for dim, axes in enumerate(spec) for axis in axes}
+    factors = [(axis, prime) for axis, size in mesh.shape.items() for prime in _primes(size)]
+    placed: list[list[str]] = [[] for _ in shape]
+
+    def place(i: int, dim: int) -> None:
+        placed[dim].append(f"factor{i}")
+        left[dim] //= factors[i][1]
+
+    elsewhere = []
+    for i, (axis, _) in enumerate(factors):
+        if cuts.get(axis) in dims:
+            place(i, cuts[axis])
+        elif axis in cuts:
+            elsewhere.append(i)
+    for i in elsewhere:
+        axis, prime = factors[i]
+        place(i, next((dim for dim in dims if left[dim] % prime == 0), cuts[axis]))
+    names = [f"factor{i}" for i in range(len(factors))]
+    grid = mesh.devices.reshape([prime for _, prime in factors])
+    fine = Mesh(grid, names, axis_types=(AxisType.Auto,) * len(names))
+    return NamedSharding(fine, PartitionSpec(*(tuple(axes) for axes in placed)))
+
+
+def _primes(n: int) -> list[int]:
+    """The prime factors of n, ascending."""
+    found = []
+    for divisor in range(2, n + 1):
+        while n % divisor == 0:
+            found.append(divisor)
+            n //= divisor
+    return found
 
 
 def batch_sharding(mesh: Mesh, *leading: None) -> NamedSharding:
