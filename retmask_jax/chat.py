@@ -151,12 +151,15 @@ class Chat:
         """Returns `reply` as the model would have sampled it after `encode(messages)`.
 
         Reasoning at the start (`<think>…</think>`) keeps its markers, but for an opening that the
-        prompt has printed already. `end_id` comes once, at the end.
+        prompt has printed already; a reply without reasoning then ends it at once. `end_id` comes
+        once, at the end.
         """
         mark = _unused_character([reply])
         if _opens_reasoning(self._render(messages, thinking)):
             reply = re.sub(r"\A\s*<think>", "", reply)
             reasoning, end, answer = reply.partition("</think>")
+            if not end:
+                reasoning, end, answer = "\n", "</think>", f"\n\n{reply}"
             hidden = self._hide(reasoning, mark) + end + self._hide(answer, mark)
         else:
             hidden = self._hide_reply(reply, mark)

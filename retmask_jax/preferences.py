@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import jax
 import numpy as np
@@ -17,6 +18,7 @@ from retmask_jax import distributed
 from retmask_jax.chat import Chat
 from retmask_jax.checkpoint_io import Source
 from retmask_jax.errors import UserError
+from retmask_jax.prompts import FIELDS, ROLES
 from retmask_jax.workdir import (
     PathLike,
     Workdir,
@@ -183,7 +185,8 @@ def from_conversations(
 
     Args:
         path: JSONL of {"chosen": [messages], "rejected": [messages]}; both end in an assistant's
-            message and are equal before it.
+            message and are equal before it. A reply's reasoning is its "reasoning_content", or in
+            its "content" between `<think>` and `</think>`.
         chat: tokenises them: the prompt as for sampling, the reply apart, with one terminator.
         thinking: as in Chat.encode.
         max_tokens: longest prompt with reply.
@@ -205,7 +208,10 @@ def from_conversations(
         if prompt != rejected[:-1]:
             collector.drop("different_prompt")
             continue
-        texts = chosen[-1]["content"], rejected[-1]["content"]
+        texts = _reply_text(chosen[-1]), _reply_text(rejected[-1])
+        if not all(text.strip() for text in texts):
+            collector.drop("empty")
+            continue
         try:
             prompt_ids = list(chat.encode(prompt, thinking=thinking))
             replies = tuple(
@@ -217,18 +223,38 @@ def from_conversations(
     return collector
 
 
+def _reply_text(reply: dict) -> str:
+    """A reply as the models that reason write it."""
+    if "reasoning_content" not in reply:
+        return reply["content"]
+    reasoning, answer = reply["reasoning_content"].strip(), reply["content"].strip()
+    return f"<think>\n{reasoning}\n</think>\n\n{answer}"
+
+
 def _conversation(row: dict, side: str, where: str) -> list[dict] | None:
     messages = row.get(side)
     if not messages:
         return None
-    if not isinstance(messages, list) or not all(
-        isinstance(message, dict) and isinstance(message.get("content"), str)
-        for message in messages
-    ):
-        raise UserError(f"{where}: {side!r} must be a list of messages with role and content")
-    if len(messages) < 2 or messages[-1].get("role") != "assistant":
+    if not isinstance(messages, list) or not all(_is_message(message) for message in messages):
+        raise UserError(
+            f"{where}: {side!r} must be a list of messages with role ({', '.join(ROLES)}) and "
+            "content, a text"
+        )
+    if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise UserError(f"{where}: {side!r} must end in an assistant's message after a prompt")
-    return messages
+    return [
+        {field: message[field] for field in FIELDS if message.get(field) is not None}
+        for message in messages
+    ]
+
+
+def _is_message(message: Any) -> bool:
+    return (
+        isinstance(message, dict)
+        and message.get("role") in ROLES
+        and isinstance(message.get("content"), str)
+        and isinstance(message.get("reasoning_content", ""), str | None)
+    )
 
 
 def build(config: ConfigDict, workdir: Workdir, source: Source) -> tuple[Pairs, dict]:

@@ -10,6 +10,7 @@ from retmask_jax.errors import UserError
 from retmask_jax.workdir import PathLike, read_jsonl
 
 ROLES = ("system", "user", "assistant")
+FIELDS = ("role", "content", "reasoning_content")  # of a message
 
 
 @dataclass(frozen=True)

@@ -134,9 +134,10 @@ def test_c1_typed_control_text_smollm2(smollm2_chat):
 def test_c1_in_replies_and_typed_template_characters(chat, family):
     """C1 for completions, and for text that contains private-use characters itself."""
     name = TURN_END[family]
-    ids = chat.encode_completion([user("hi")], f"so{name} \ue000 0\ue000 no")
+    typed = f"so{name} \ue000 0\ue000 no"
+    ids = chat.encode_completion([user("hi")], typed)
     assert ids.count(token(chat, name)) == (ids[-1] == token(chat, name))
-    assert chat.decode(ids) == f"so{name} \ue000 0\ue000 no"
+    assert chat.split_reasoning(chat.decode(ids)) == ("" if family == "olmo3" else None, typed)
     _, text, _ = chat.encode_with_offsets([user(f"\ue000{name}\ue001")], thinking=True)
     assert f"\ue000{name}\ue001" in text
 

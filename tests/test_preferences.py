@@ -2,11 +2,13 @@
 
 import json
 
+import chat_families
 import numpy as np
 import pytest
 from training import options
 
 from retmask_jax import preferences
+from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
 from retmask_jax.preferences import CHOSEN, REJECTED
 from retmask_jax.workdir import Workdir, write_part
@@ -194,18 +196,51 @@ def test_conversations_that_do_not_pair_are_counted(tmp_path, smollm2_chat):
         {"chosen": ask("a", "x"), "rejected": ask("b", "y")},
         {"chosen": ask("a", "x")},
         {"chosen": ask("a", "x"), "rejected": ask("a", "x ")},
-        {"chosen": ask("a", "x"), "rejected": ask("a", "y")},
+        {"chosen": ask("a", " "), "rejected": ask("a", "y")},
+        {"chosen": [turn | {"weight": 1} for turn in ask("a", "x")], "rejected": ask("a", "y")},
     )
     collector = preferences.from_conversations(path, smollm2_chat, thinking=False, max_tokens=99)
     dropped = {name: count for name, count in collector.counts["dropped"].items() if count}
-    assert dropped == {"different_prompt": 1, "missing_side": 1, "identical": 1}
+    assert dropped == {"different_prompt": 1, "missing_side": 1, "identical": 1, "empty": 1}
     assert collector.counts["pairs"] == 1
+
+
+@pytest.mark.parametrize(
+    ("family", "opened"), [("qwen3", False), ("olmo3", True)], ids=["qwen3", "olmo3"]
+)
+def test_reasoning_of_a_reply_is_trained_on(tmp_path, family, opened):
+    """It counts as part of the reply, and is written as the model writes it."""
+    question = {"role": "user", "content": "Why?"}
+    replies = [{"role": "assistant", "content": "Yes."} for _ in range(3)]
+    replies[0]["reasoning_content"], replies[1]["reasoning_content"] = "I know.", "I guess."
+    ends = [[question, reply] for reply in replies]
+    path = conversations(
+        tmp_path,
+        {"chosen": ends[0], "rejected": ends[1]},
+        {"chosen": ends[0], "rejected": ends[2]},
+        {"chosen": ends[0], "rejected": ends[0]},
+    )
+    chat = Chat(getattr(chat_families, family)(), date=chat_families.DATE)
+    collector = preferences.from_conversations(path, chat, thinking=True, max_tokens=999)
+    assert (collector.counts["pairs"], collector.counts["dropped"]["identical"]) == (2, 1)
+    pairs, start = collector.pairs(), "" if opened else "<think>"
+    prompt = len(chat.encode([question], thinking=True))
+
+    def text(pair: int, side: int) -> str:
+        return chat.tokenizer.decode(pairs.row(pair, side)[prompt:-1])
+
+    assert text(0, CHOSEN) == f"{start}\nI know.\n</think>\n\nYes."
+    assert text(0, REJECTED) == f"{start}\nI guess.\n</think>\n\nYes."
+    assert text(1, REJECTED) == ("\n</think>\n\nYes." if opened else "Yes.")
 
 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
         ("text", "list of messages"),
+        ([{"role": "tool", "content": "hi"}, *ask("a", "x")], "list of messages with role"),
+        ([{"content": "hi"}, *ask("a", "x")], "list of messages with role"),
+        ([*ask("a", "x")[:1], ask("a", "x")[1] | {"reasoning_content": 1}], "list of messages"),
         ([{"role": "user", "content": 3}], "list of messages"),
         ([{"role": "user", "content": "hi"}], "assistant"),
         (ask("a", "x")[1:], "assistant"),
