@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib
+import importlib.util
 import logging
 import os
 import resource
@@ -148,6 +149,7 @@ def _command(argv: list[str]) -> None:
         return
     from retmask_jax import distributed
 
+    _check_store(values.workdir, config)
     joining = {name: values[name].value for name in RUN}
     with distributed.together(_explain, **joining):
         _run(stage, config, Workdir(values.workdir), {"masked": True} if values.masked else {})
@@ -220,6 +222,17 @@ def _run(stage: str, config: ConfigDict, workdir: Workdir, options: dict[str, bo
             distributed.wait(f"{name}: done")
             seconds = clock(time.monotonic() - start)
             _log.info("%s: done in %s, peak memory %.2f GiB", name, seconds, peak() / 2**30)
+
+
+def _check_store(workdir: str, config: ConfigDict) -> None:
+    """Refuses paths on `gs://` where the package that reads them is missing."""
+    values = [
+        value for part in config.values() if isinstance(part, ConfigDict) for value in part.values()
+    ]
+    paths = [workdir, *(value for value in values if isinstance(value, str))]
+    remote = next((path for path in paths if path.startswith("gs://")), None)
+    if remote and not importlib.util.find_spec("gcsfs"):
+        raise UserError(f"{remote}: needs gcsfs; pip install 'retmask-jax[gcs]'")
 
 
 def _check(stage: str, config: ConfigDict) -> None:

@@ -47,10 +47,10 @@ _log = logging.getLogger("retmask")
 def run(config: ConfigDict, workdir: Workdir, masked: bool = False) -> None:
     """Writes the trained model to `export`, or the ablated base model to `export_masked`.
 
-    A folder that is there already is whole, and stays.
+    One that is there already stays.
     """
     out = workdir.root / "export_masked" if masked else workdir.export
-    if out.exists():
+    if is_whole(out):
         _log.info("%s is there already", out)
         return
     source, mesh = open_source(config.model.path), make_mesh(config.mesh)
@@ -83,6 +83,11 @@ def run(config: ConfigDict, workdir: Workdir, masked: bool = False) -> None:
     _log.info("wrote %s", out)
 
 
+def is_whole(folder: epath.PathLike) -> bool:
+    """Whether an export has ended: a folder gets its name, or on `gs://` its config.json, last."""
+    return (absolute(folder) / "config.json").exists()
+
+
 def export_model(
     model: Decoder,
     source: Source,
@@ -110,7 +115,7 @@ def export_model(
       UserError: `out_dir` exists.
     """
     out = absolute(out_dir)
-    if out.exists():
+    if out.exists() and (is_local(out) or is_whole(out)):
         raise UserError(f"{out}: already exists; export to another folder or remove it")
     params = parameters(model)
     tensors = [
@@ -124,14 +129,13 @@ def export_model(
     ]
     shards = _shards(tensors, max_shard_bytes)
     writes = jax.process_index() == 0
-    temporary = out.parent / f".{out.name}.tmp"
+    distributed.wait(f"{out.name} not there yet")
+    temporary = out.parent / f".{out.name}.tmp" if is_local(out) else out
     try:
         if writes:
             if temporary.exists():
                 temporary.rmtree()
-            temporary.mkdir(parents=True)
-            for name, data in _text_files(source, dtype, shards, keep, done).items():
-                _write(temporary / name, [data])
+            temporary.mkdir(parents=True, exist_ok=True)
         for name, shard in shards.items():
             arrays = (_hf_array(params[tensor.slot.path][...], tensor) for tensor in shard)
             if writes:
@@ -140,7 +144,10 @@ def export_model(
             else:
                 collections.deque(arrays, maxlen=0)  # the others only take part in the gathering
         if writes:
-            temporary.rename(out)
+            for name, data in _text_files(source, dtype, shards, keep, done):
+                _write(temporary / name, [data])
+            if is_local(out):
+                temporary.rename(out)
     except BaseException:
         if writes and temporary.exists():
             temporary.rmtree()
@@ -237,8 +244,8 @@ def _text_files(
     shards: dict[str, list[_Tensor]],
     keep: np.ndarray | None,
     done: str,
-) -> dict[str, bytes]:
-    """Everything but the weights: file name -> content."""
+) -> list[tuple[str, bytes]]:
+    """Everything but the weights: file names and contents, config.json last."""
     files = {name: source.read_file(name) for name in source.files}
     changes = _config_changes(source, dtype)
     if changes:
@@ -250,7 +257,7 @@ def _text_files(
         }
         files[INDEX] = gguf_io.dump(index)
     files["README.md"] = _model_card(source, dtype or source.dtype, keep, done).encode()
-    return files
+    return sorted(files.items(), key=lambda file: file[0] == "config.json")
 
 
 def _config_changes(source: Source, dtype: str | None) -> dict[str, Any]:
