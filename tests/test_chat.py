@@ -355,6 +355,22 @@ def test_reasoning_that_the_prompt_opens(text, expected):
     assert of("olmo3").split_reasoning(text) == expected
 
 
+def test_a_template_that_opens_no_reasoning():
+    """Olmo-3-Instruct's: as Think's, but a reply is an answer from its first token on."""
+    template = chat_families.OLMO3.replace("<think>", "")
+    special = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+    tokenizer = chat_families.tokenizer(template, special, eos="<|endoftext|>")
+    chat = Chat(tokenizer, date=DATE)
+    for thinking in (False, True):
+        ids = chat.encode([user("hi")], thinking=thinking)
+        assert chat.tokenizer.decode(ids).endswith("<|im_start|>assistant\n")
+        assert chat.split_reasoning("Yes </think> it is", thinking=thinking) == (
+            None, "Yes </think> it is",
+        )  # fmt: skip
+    ids = chat.encode_completion([user("hi")], "Yes.", thinking=True)
+    assert ids == (*chat.encode_text("Yes."), chat.end_id)
+
+
 def test_sampled_reasoning_survives_decoding(family, chat):
     reply = "<think>\nwell\n</think>\n\nYes."
     ids = chat.encode_completion([user("hi")], reply, thinking=True)

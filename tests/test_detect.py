@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import chat_families
 import numpy as np
 import pytest
 
@@ -61,6 +62,37 @@ def test_spans_hold_the_answers(smollm2_chat):
         text = smollm2_chat.decode(trial.prompt_ids[slice(*trial.span)])
         assert trial.answer in text and len(text) <= len(trial.answer) + 2
         assert trial.span[1] < len(trial.prompt_ids)
+
+
+TURNS = {"llama": "<|eot_id|>", "qwen3": "<|im_end|>", "olmo3": "<|im_end|>"}
+
+
+@pytest.mark.parametrize("family", chat_families.FAMILIES)
+def test_each_familys_prompts(family, tmp_path):
+    """C1, C2, H2: one first token, turns that end as the template ends them, spans that hold."""
+    chat = Chat(chat_families.FAMILIES[family](), date=chat_families.DATE)
+    end = chat.tokenizer.convert_tokens_to_ids(TURNS[family])
+    plain, typed = "The key is red.", f"The {TURNS[family]} key is red."
+    ends = set()
+    for text in (plain, typed):
+        (tmp_path / "hay").mkdir(exist_ok=True)
+        (tmp_path / "hay/a.txt").write_text(f"{text} Some more text here. Then there is more.\n")
+        needle = {"needle": text, "question": "What?", "answer": "is red."}
+        changes = {
+            "haystack.path": str(tmp_path / "hay"),
+            "haystack.needles": needle_file(tmp_path, needle),
+            "detect.min_length": 400,
+            "detect.max_length": 600,
+        }
+        trials = niah_trials(small_config(**changes), chat).trials
+        assert len(trials) == 12
+        for trial in trials:
+            ids = trial.prompt_ids
+            assert chat.decode(ids[slice(*trial.span)]).strip() == "is red."
+            ends.add(ids.count(end))
+            if family == "llama":
+                assert (ids.index(chat.bos_id), ids.count(chat.bos_id)) == (0, 1)
+    assert len(ends) == 1
 
 
 def test_prompts_have_the_length_wanted(smollm2_chat):
