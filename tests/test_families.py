@@ -80,26 +80,26 @@ def logits_of(model: Decoder, tokens: np.ndarray, gates=None) -> np.ndarray:
 
 
 @jax.jit
-def continue_cache(model: Decoder, tokens, positions, segments, cache):
-    output = model(tokens, positions, segments, cache=cache, report_top=True)
+def continue_cache(model: Decoder, tokens, positions, segments, cache, gates=None):
+    output = model(tokens, positions, segments, cache=cache, gates=gates, report_top=True)
     return model.logits(output.hidden), output.cache, output.top
 
 
-def advance(model: Decoder, tokens: np.ndarray, start: int, cache):
+def advance(model: Decoder, tokens: np.ndarray, start: int, cache, gates=None):
     """Feeds tokens [B, n] from position `start`, alone or padded to CHUNK."""
     n = tokens.shape[1]
     padding = [(0, 0), (0, 0 if n == 1 else CHUNK - n)]
     chunk, segments = (np.pad(x, padding) for x in (tokens, np.ones_like(tokens)))
     positions = np.broadcast_to(start + np.arange(chunk.shape[1], dtype=np.int32), chunk.shape)
-    logits, cache, top = continue_cache(model, chunk, positions, segments, cache)
+    logits, cache, top = continue_cache(model, chunk, positions, segments, cache, gates)
     return np.asarray(logits)[:, :n], cache, np.asarray(top)[:, :, :n]
 
 
-def cached_logits(model: Decoder, tokens: np.ndarray, widths: list[int]) -> np.ndarray:
+def cached_logits(model: Decoder, tokens: np.ndarray, widths: list[int], gates=None) -> np.ndarray:
     cache = init_cache(model.config, len(tokens), LENGTH, jnp.float32)
     parts, start = [], 0
     for width in widths:
-        logits, cache, _ = advance(model, tokens[:, start : start + width], start, cache)
+        logits, cache, _ = advance(model, tokens[:, start : start + width], start, cache, gates)
         parts.append(logits)
         start += width
     assert start == tokens.shape[1]
@@ -119,11 +119,15 @@ CHUNKS = [CHUNK, 1, 7, 16, 1, CHUNK]
 
 @pytest.mark.parametrize("widths", [CHUNKS, [1] * LENGTH], ids=["chunks", "one by one"])
 def test_through_the_cache(pair, widths):
+    """One row under a mask, one without."""
     model, reference = pair
+    keep = random_mask(model.config)
     tokens = tokens_of(1, CACHE_ROWS)
-    np.testing.assert_allclose(
-        cached_logits(model, tokens, widths), torch_logits(reference, tokens), atol=1e-4, rtol=0
-    )
+    expected = torch_logits(reference, tokens)
+    with masked(reference, keep, model.config.head_dim):
+        expected[0] = torch_logits(reference, tokens[:1])
+    logits = cached_logits(model, tokens, widths, mixed_gates(keep)[:, :CACHE_ROWS])
+    np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
 
 
 def test_w6_three_sliding_layers_to_a_full_one():
