@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import tiny_decoder
+from conftest import TINY_HF, tiny_decoder
 from ml_collections import ConfigDict
 
 from retmask_jax import sampler
@@ -44,8 +44,9 @@ def test_s4_the_batch_does_not_change_the_text(family, temperature):
             np.testing.assert_array_equal(batch[name].top, completion.top)
 
 
-def test_greedy_equals_a_plain_forward_pass_of_the_growing_text():
-    model, request = tiny_decoder("llama"), requests(4)[3]
+@pytest.mark.parametrize("family", TINY_HF)
+def test_greedy_equals_a_plain_forward_pass_of_the_growing_text(family):
+    model, request = tiny_decoder(family), requests(4)[3]
     done = run(model, [request], report_top=True)[request.id]
     gates = jnp.asarray(BANK[request.policy], jnp.float32)[:, None]
 
