@@ -81,6 +81,11 @@ class Estimate:
         """Model FLOPs over what the chips could do in `step_seconds` (arXiv 2204.02311, app. B)."""
         return self.work.model_flops / (self.step_seconds * self.peak_flops)
 
+    @property
+    def mfu_serial(self) -> float:
+        """The same of `serial_seconds`."""
+        return self.work.model_flops / (self.serial_seconds * self.peak_flops)
+
 
 def estimates(
     config: ConfigDict,

@@ -107,8 +107,7 @@ def report(estimate: Estimate, where: Slice, name: str, model: DecoderConfig) ->
         + ", ".join(f"{what} {_seconds(value)}" for what, value in seconds.items()),
         f"  bound by      {estimate.bound}: {_seconds(estimate.step_seconds)} a run, "
         f"{work.tokens / estimate.step_seconds:,.0f} tokens/s, MFU {estimate.mfu:.1%} "
-        f"({work.model_flops / (estimate.serial_seconds * estimate.peak_flops):.1%} if nothing "
-        "overlaps)",
+        f"({estimate.mfu_serial:.1%} if nothing overlaps)",
         f"  compiled in   {estimate.compile_seconds:.0f} s",
     ]
     return "\n".join(lines)
@@ -134,8 +133,8 @@ def _seconds(value: float) -> str:
 COLUMNS = (
     "program", *meshes.AXES, "fits", "needed_gib", "available_gib", "weights_gib",
     "temporary_gib", "model_flops", "device_flops", "hbm_gb", "payload_gb", "sent_gb",
-    "compute_s", "memory_s", "interconnect_s", "network_s", "step_s", "mfu", "bound", "compile_s",
-    "note",
+    "compute_s", "memory_s", "interconnect_s", "network_s", "step_s", "mfu", "mfu_serial",
+    "bound", "compile_s", "note",
 )  # fmt: skip
 
 
@@ -161,6 +160,7 @@ def row(estimate: Estimate) -> dict[str, Any]:
         **{f"{what}_s": f"{value:.4g}" for what, value in estimate.seconds.items()},
         "step_s": f"{estimate.step_seconds:.4g}",
         "mfu": round(estimate.mfu, 4),
+        "mfu_serial": round(estimate.mfu_serial, 4),
         "bound": estimate.bound,
         "compile_s": round(estimate.compile_seconds, 1),
     }
