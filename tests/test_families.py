@@ -254,7 +254,15 @@ def test_gradients(pair):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"fsdp": 2}, {"tensor": 2}, {"fsdp": 2, "tensor": 2}, {"fsdp": 4, "tensor": 2}],
+    [
+        {"fsdp": 2},
+        {"tensor": 2},
+        {"fsdp": 4},
+        {"tensor": 4},
+        {"fsdp": 8},
+        {"fsdp": 2, "tensor": 2},
+        {"fsdp": 4, "tensor": 2},
+    ],
     ids=str,
 )
 def test_meshes(pair, sizes):
