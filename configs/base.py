@@ -62,11 +62,13 @@ OPTIONS: dict[str, Option] = {
     ),
     "heads.rule": Option(
         "threshold",
-        "heads to mask: score >= tau, the k best, or heads.list",
-        choices=("threshold", "top", "list"),
+        "heads to mask: score >= tau, the k best, any k, any k below tau, or heads.list",
+        choices=("threshold", "top", "random", "nonretrieval", "list"),
     ),
     "heads.tau": Option(0.1, "score from which a head is a retrieval head", 0),
-    "heads.k": Option(int, "number of heads for the rule 'top'", 1),
+    "heads.k": Option(
+        int, "number of heads for 'top'; for the random rules None means as many as reach tau", 1
+    ),
     "heads.list": Option((), "heads for the rule 'list', e.g. \"('18-6', '3-0')\" (layer-head)"),
     "prompts.path": Option(
         "", 'JSONL of chat rows or {"prompt": text}; empty: the built-in prompts'
