@@ -22,6 +22,7 @@ from retmask_jax.models.decoder import Decoder
 
 pytestmark = pytest.mark.torch
 
+FULL, SLIDING = "full_attention", "sliding_attention"
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -29,10 +30,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+SLIDING_QWEN3 = {
+    "use_sliding_window": True,
+    "sliding_window": 16,
+    "layer_types": [FULL, SLIDING] * 2,
+}
 CASES = {
     **{family: {} for family in TINY_HF},
     "llama": {"rope_scaling": LLAMA3},
-    "olmo3": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "olmo3": {"layer_types": [SLIDING, FULL] * 2},
 }
 ROWS, LENGTH = 8, 75
 CACHE_ROWS, CHUNK = 2, 25
@@ -130,13 +136,22 @@ def test_through_the_cache(pair, widths):
     np.testing.assert_allclose(logits, expected, atol=1e-4, rtol=0)
 
 
-def test_w6_three_sliding_layers_to_a_full_one():
-    """W6: Olmo-3 as released, with YaRN in its full layer; past the window, whole and cached."""
-    model = tiny_decoder("olmo3")
-    assert model.config.pattern == ("sliding", "sliding", "sliding", "full")
-    assert (model.config.rope.kind, model.config.sliding_rope.kind) == ("yarn", "default")
+@pytest.mark.parametrize(
+    ("family", "changes", "pattern"),
+    [
+        ("olmo3", {}, "sssf"),
+        ("olmo3", {"num_hidden_layers": 6}, "sssfss"),
+        ("olmo3", {"layer_types": [FULL, SLIDING, SLIDING, SLIDING]}, "fsss"),
+        ("olmo3", {"layer_types": [SLIDING] * 4}, "s"),
+        ("qwen3", SLIDING_QWEN3, "fs"),
+    ],
+)
+def test_w6_patterns_of_layers(family, changes, pattern):
+    """W6: Olmo-3 as released, and others; past the window, whole and cached."""
+    model = tiny_decoder(family, **changes)
+    assert "".join(layer_type[0] for layer_type in model.config.pattern) == pattern
     tokens = tokens_of(8, CACHE_ROWS)
-    expected = torch_logits(torch_model(model, tiny_hf("olmo3")), tokens)
+    expected = torch_logits(torch_model(model, tiny_hf(family, **changes)), tokens)
     np.testing.assert_allclose(logits_of(model, tokens), expected, atol=1e-4, rtol=0)
     np.testing.assert_allclose(cached_logits(model, tokens, CHUNKS), expected, atol=1e-4, rtol=0)
 
