@@ -1,4 +1,7 @@
-"""Rotary embedding: frequencies and tables against transformers, and every form of its config."""
+"""Rotary embedding: frequencies and tables against transformers, and every form of its config.
+
+And which configs are refused.
+"""
 
 import copy
 import json
@@ -70,6 +73,16 @@ MODELS = {
     ),
     "Qwen3-8B, stretched": published(
         "qwen3", 1000000.0, QWEN3_YARN, **WIDE, head_dim=128, max_position_embeddings=131072
+    ),
+    "YaRN, ends of the ramp not rounded": published(
+        "llama", 500000.0, {**YARN, "truncate": False}, **WIDE, max_position_embeddings=65536
+    ),
+    "YaRN, other ends of the ramp": published(
+        "llama",
+        500000.0,
+        {**YARN, "beta_fast": 16.0, "beta_slow": 2.0},
+        **WIDE,
+        max_position_embeddings=65536,
     ),
     "Olmo-3-7B": published(
         "olmo3",
@@ -228,6 +241,29 @@ def test_w5_every_form_is_the_same(family, kind, form):
 def test_w5_nothing_has_a_silent_default(family, fields, message):
     with pytest.raises(ValueError, match=message):
         config_from_hf(tiny_hf(family, **ABSENT) | fields)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+        ("llama", {"attention_bias": True}, "attention_bias=true"),
+        ("llama", {"mlp_bias": True}, "mlp_bias=true"),
+        ("llama", {"num_key_value_heads": 3}, "num_attention_heads=8 is not a multiple of"),
+        ("llama", {"rms_norm_eps": None}, "rms_norm_eps is missing"),
+        ("llama", {"rope_scaling": {**YARN, "mscale": 0.7}}, "mscale"),
+        ("llama", {"rope_scaling": {**YARN, "mscale_all_dim": 0.7}}, "mscale"),
+        ("qwen3", {"head_dim": None}, "head_dim is missing"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, "needs layer_types"),
+        ("olmo3", {"sliding_window": None}, "sliding_window is missing"),
+        ("olmo3", {"sliding_window": 0}, "sliding_window is not set"),
+        ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
+        ("olmo3", {"layer_types": [FULL] * 3}, "names 3 layers, num_hidden_layers is 4"),
+    ],
+)
+def test_what_no_family_computes_is_refused(family, fields, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_hf(tiny_hf(family, **fields))
 
 
 @pytest.mark.parametrize("form", ("nested", *FORMS))
