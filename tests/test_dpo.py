@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from conftest import TINY_HF
 from flax import nnx
 from training import UNKNOWN, Trainer, gradient_norms, options, random_pairs, tiny, with_reference
 
@@ -221,7 +222,7 @@ def test_d1_easy_pairs_are_learned():
     assert {x.dtype for x in trainer.state.params.values()} == {jnp.dtype("float32")}
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo3"])
+@pytest.mark.parametrize("family", TINY_HF)
 def test_only_matrices_decay(family):
     model = tiny(family)
     train = options(weight_decay=0.5, warmup_ratio=0.0, learning_rate=0.1).train

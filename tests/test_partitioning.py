@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from conftest import tiny_hf
+from conftest import TINY_HF, tiny_hf
 from jax.sharding import AxisType, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -73,7 +73,7 @@ def test_refusals_name_axis_and_numbers():
         shardings(model, mesh)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "olmo3"])
+@pytest.mark.parametrize("family", TINY_HF)
 def test_every_matrix_is_split_and_every_weight_is_a_shard_of_itself(family):
     mesh = mesh_of(fsdp=4, tensor=2)
     model = abstract(config_from_hf(tiny_hf(family)), "float32")
