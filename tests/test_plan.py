@@ -36,9 +36,13 @@ def model(name: str):
         ("Llama-3.1-8B-Instruct", 8.030),
         ("Llama-3.2-3B-Instruct", 3.213),
         ("Qwen3-0.6B", 0.596),
+        ("Qwen3-1.7B", 1.721),
+        ("Qwen3-4B", 4.022),
         ("Qwen3-8B", 8.191),
         ("Qwen3-32B", 32.762),
         ("Olmo-3-7B-Instruct", 7.298),
+        ("Olmo-3-7B-Think", 7.298),
+        ("SmolLM2-360M-Instruct", 0.362),
         ("SmolLM2-1.7B-Instruct", 1.711),
     ],
 )
