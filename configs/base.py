@@ -55,7 +55,7 @@ OPTIONS: dict[str, Option] = {
     "detect.lengths": Option(20, "number of lengths, evenly spaced between the two", 1),
     "detect.depths": Option(10, "number of needle depths, evenly spaced from 0 to 100%", 1),
     "detect.max_new_tokens": Option(50, "tokens: longest answer", 1),
-    "detect.slots": Option(1, "rows decoded at once", 1),
+    "detect.slots": Option(1, "rows decoded at once, by each process", 1),
     "detect.prefill_chunk": Option(2048, "tokens of a prompt read at once", 1),
     "detect.pass_recall": Option(
         0.5, "a trial counts if its answer's ROUGE-1 recall is above this", 0, 1
@@ -79,7 +79,7 @@ OPTIONS: dict[str, Option] = {
     "generate.samples": Option(1, "responses of each kind to a prompt", 1),
     "generate.max_prompt_tokens": Option(2048, "tokens: longer prompts are skipped and counted", 1),
     "generate.max_new_tokens": Option(2048, "tokens: longest response", 1),
-    "generate.slots": Option(64, "rows decoded at once", 1),
+    "generate.slots": Option(64, "rows decoded at once, by each process", 1),
     "generate.prompts_per_part": Option(256, "prompts in one output file", 1),
     "preferences.path": Option(
         "",
@@ -120,7 +120,7 @@ OPTIONS: dict[str, Option] = {
     "evaluate.lengths": Option(10, "number of lengths, evenly spaced between the two", 1),
     "evaluate.depths": Option(10, "number of needle depths, evenly spaced from 0 to 100%", 1),
     "evaluate.max_new_tokens": Option(50, "tokens: longest answer", 1),
-    "evaluate.slots": Option(4, "rows decoded at once", 1),
+    "evaluate.slots": Option(4, "rows decoded at once, by each process", 1),
     "evaluate.random_seeds": Option(1, "random masks to compare with", 0),
 }
 
