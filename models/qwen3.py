@@ -33,12 +33,11 @@ def decoder_config(hf: Mapping[str, Any]) -> DecoderConfig:
     if hf.get("head_dim") is None:
         raise ValueError("head_dim is missing")
     common = hf_common(hf)
-    window = hf.get("sliding_window") if hf.get("use_sliding_window") else None
-    layer_types = (FULL,) * common["n_layers"]
-    if window:
+    window, layer_types = None, (FULL,) * common["n_layers"]
+    if hf.get("use_sliding_window"):
         if hf.get("layer_types") is None:
             raise ValueError("use_sliding_window=true needs layer_types")
-        layer_types = hf_layer_types(hf, layer_types)
+        window, layer_types = hf.get("sliding_window"), hf_layer_types(hf, layer_types)
     return DecoderConfig(
         family="qwen3", layer_types=layer_types, rope=hf_rope(hf), sliding_window=window, **common
     )

@@ -255,6 +255,11 @@ def test_w5_nothing_has_a_silent_default(family, fields, message):
         ("llama", {"rope_scaling": {**YARN, "mscale_all_dim": 0.7}}, "mscale"),
         ("qwen3", {"head_dim": None}, "head_dim is missing"),
         ("qwen3", {"use_sliding_window": True, "sliding_window": 16}, "needs layer_types"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": [FULL, SLIDING] * 2},
+            "sliding_window is not set",
+        ),
         ("olmo3", {"sliding_window": None}, "sliding_window is missing"),
         ("olmo3", {"sliding_window": 0}, "sliding_window is not set"),
         ("olmo3", {"layer_types": ["linear_attention"] * 4}, "layer_types has 'linear_attention'"),
