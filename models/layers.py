@@ -1,5 +1,6 @@
 """The parts that the families share: norms, rotary embedding, projections, gated MLP."""
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -42,12 +43,32 @@ def gathered(param: nnx.Param) -> jax.Array:
 
     Called inside the layer, so that under fsdp one layer's weights are whole at a time.
     """
-    axes = [None if axis == "embed" else axis for axis in logical_axes(param)]
-    if logical_axes(param)[-1] == "embed":
+    axes = logical_axes(param)
+    if axes[-1] == "embed":
         # Gradients are scattered along a leading axis, which the TPU does without a full sum.
-        front = jnp.moveaxis(param[...], -1, 0)
-        return jnp.moveaxis(constrain(front, axes[-1], *axes[:-1]), 0, -1)
-    return constrain(param[...], *axes)
+        front = _gather(jnp.moveaxis(param[...], -1, 0), (axes[-1], *axes[:-1]))
+        return jnp.moveaxis(front, 0, -1)
+    return _gather(param[...], axes)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def _gather(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
+    """x with its `embed` axis whole; its gradient lies as x does, so that no device has all of it.
+
+    Otherwise data-parallel copies would sum whole gradients before they keep their part.
+    """
+    return constrain(x, *(None if axis == "embed" else axis for axis in axes))
+
+
+def _gather_forward(x: jax.Array, axes: tuple[str | None, ...]) -> tuple[jax.Array, None]:
+    return _gather(x, axes), None
+
+
+def _gather_backward(axes: tuple[str | None, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
+    return (constrain(g, *axes),)
+
+
+_gather.defvjp(_gather_forward, _gather_backward)
 
 
 def rms_norm(x: jax.Array, scale: nnx.Param, eps: float, axes: int | tuple = -1) -> jax.Array:

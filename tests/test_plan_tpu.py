@@ -140,6 +140,14 @@ def test_the_layers_weights_are_gathered_in_the_layer_loop(sizes):
         assert not any(moves(each, L, *dims) for each in gathers(one))
 
 
+def test_copies_along_data_add_up_their_parts_of_the_layers_gradients():
+    """And not whole gradients; the head's is added up whole."""
+    (one,) = compiled("train", "llama", topology="v5e:2x4", data=2, fsdp=4)
+    assert one.payload["all-reduce", "data+fsdp"] == pytest.approx(MICRO * 4 * V * D, rel=0.01)
+    parts = MICRO * 2 * L * MATRICES / 4 + 4 * V * D / 4  # the other table's at the step's end
+    assert one.payload["all-reduce", "data"] == pytest.approx(parts, rel=0.01)
+
+
 def test_two_slices_exchange_gradients_over_the_network_alone():
     (one,) = compiled("train", "llama", slices=2, data=2)
     (alone,) = compiled("train", "llama", fsdp=4)
