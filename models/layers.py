@@ -53,11 +53,12 @@ def gathered(param: nnx.Param) -> jax.Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _gather(x: jax.Array, axes: tuple[str | None, ...]) -> jax.Array:
-    """x with its `embed` axis whole; its gradient lies as x does, so that no device has all of it.
+    """x with its `embed` axis whole.
 
-    Otherwise data-parallel copies would sum whole gradients before they keep their part.
+    Where copies of the model share out the batch its gradient lies as x does: they would sum whole
+    gradients otherwise before each keeps its part.
     """
-    return constrain(x, *(None if axis == "embed" else axis for axis in axes))
+    return constrain(x, *_whole(axes))
 
 
 def _gather_forward(x: jax.Array, axes: tuple[str | None, ...]) -> tuple[jax.Array, None]:
@@ -65,10 +66,15 @@ def _gather_forward(x: jax.Array, axes: tuple[str | None, ...]) -> tuple[jax.Arr
 
 
 def _gather_backward(axes: tuple[str | None, ...], _: None, g: jax.Array) -> tuple[jax.Array]:
-    return (constrain(g, *axes),)
+    copies = jax.sharding.get_abstract_mesh().shape.get("data", 1) > 1
+    return (constrain(g, *(axes if copies else _whole(axes))),)
 
 
 _gather.defvjp(_gather_forward, _gather_backward)
+
+
+def _whole(axes: tuple[str | None, ...]) -> tuple[str | None, ...]:
+    return tuple(None if axis == "embed" else axis for axis in axes)
 
 
 def rms_norm(x: jax.Array, scale: nnx.Param, eps: float, axes: int | tuple = -1) -> jax.Array:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from retmask_jax import configs, plan
+from retmask_jax import config as configs
+from retmask_jax import plan
 from retmask_jax.chips import open_slice
 from retmask_jax.estimate import estimates
 from retmask_jax.programs import read_model, stage_mesh
