@@ -123,7 +123,21 @@ class Program:
         if test.opcode != "compare" or "direction=LT" not in test.attributes:
             return None
         limit = condition[test.operands[1]]
-        return int(limit.operands[0]) if limit.opcode == "constant" else None
+        if limit.opcode != "constant":
+            return None
+        return -(-int(limit.operands[0]) // self._step(loop, condition[test.operands[0]]))
+
+    def _step(self, loop: Instruction, counter: Instruction) -> int:
+        """What a loop adds to its counter each time; 1 where that is not plain to see."""
+        place = counter.attribute(r"index=(\d+)")
+        body = self.computations[loop.attribute(r"body=%([\w.\-]+)")]
+        result = next(each for each in body.values() if each.root)
+        if counter.opcode != "get-tuple-element" or result.opcode != "tuple":
+            return 1
+        grown = body[result.operands[int(place)]]
+        added = [body[name] for name in grown.operands if name in body]
+        steps = [int(each.operands[0]) for each in added if each.opcode == "constant"]
+        return steps[0] if grown.opcode == "add" and steps else 1
 
     def _inner(self, each: Instruction) -> Computation:
         called = each.attribute(r"calls=%([\w.\-]+)")

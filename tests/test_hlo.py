@@ -48,7 +48,9 @@ LOOPS = """HloModule jit_step, is_scheduled=true, num_partitions=8
   %grad = f32[8,16]{1,0} get-tuple-element(%t), index=3
   %y = bf16[64,16]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %w, %j), kind=kOutput, calls=%product
   %scattered = f32[2,16]{1,0:S(1)} fusion(%grad), calls=%scatter, metadata={op_name="step/grad"}
-  ROOT %out = CARRY tuple(%j, %x, %w, %grad)
+  %one = s32[]{:T(128)} constant(1)
+  %next = s32[]{:T(128)} add(%j, %one)
+  ROOT %out = CARRY tuple(%next, %x, %w, %grad)
 }
 
 %test (t.1: CARRY) -> pred[] {
@@ -101,6 +103,12 @@ def test_a_loop_counts_as_often_as_it_runs():
     assert cost.flops == 5 * 3 * (2 * 64 * 32 * 16)
     # x whole, one layer of w, and the sum's operand; what lies on the chip costs nothing.
     assert cost.hbm_bytes == 5 * 3 * (64 * 32 * 2 + 32 * 16 * 2 + 8 * 16 * 4)
+
+
+def test_a_loop_may_count_by_more_than_one():
+    """Such as those in which products and exchanges overlap."""
+    by_two = LOOPS.replace("constant(1)", "constant(2)")
+    assert Program(by_two).cost().flops == 2 * (2 * 64 * 32 * 16)
 
 
 def test_a_sum_of_which_a_slice_is_kept_is_a_reduce_scatter():
