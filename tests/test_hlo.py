@@ -42,14 +42,14 @@ LOOPS = """HloModule jit_step, is_scheduled=true, num_partitions=8
 
 %body (t: CARRY) -> CARRY {
   %t = CARRY parameter(0)
-  %j = s32[]{:T(128)} get-tuple-element(%t), index=0
+  %j = s32[]{:T(128)S(6)} get-tuple-element(%t), index=0
   %x = bf16[64,32]{1,0} get-tuple-element(%t), index=1
   %w = bf16[3,32,16]{2,1,0} get-tuple-element(%t), index=2
   %grad = f32[8,16]{1,0} get-tuple-element(%t), index=3
   %y = bf16[64,16]{1,0:T(8,128)(2,1)S(1)} fusion(%x, %w, %j), kind=kOutput, calls=%product
   %scattered = f32[2,16]{1,0:S(1)} fusion(%grad), calls=%scatter, metadata={op_name="step/grad"}
-  %one = s32[]{:T(128)} constant(1)
-  %next = s32[]{:T(128)} add(%j, %one)
+  %one = s32[]{:T(128)S(6)} constant(1)
+  %next = s32[]{:T(128)S(6)} add(%j, %one)
   ROOT %out = CARRY tuple(%next, %x, %w, %grad)
 }
 
