@@ -144,7 +144,7 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerFast:
     """The checkpoint's tokenizer, with its chat template.
 
     Raises:
-      UserError: there is no `tokenizer.json`.
+      UserError: there is no `tokenizer.json`, or it cannot be read.
     """
     if "tokenizer.json" not in source.files:
         raise UserError(f"{source.path}: no tokenizer.json; save the tokenizer as a fast tokenizer")
@@ -152,7 +152,13 @@ def load_tokenizer(source: Source) -> PreTrainedTokenizerFast:
         for name in source.files:
             if name != "config.json":
                 (epath.Path(folder) / name).write_bytes(source.read_file(name))
-        return PreTrainedTokenizerFast.from_pretrained(folder)
+        try:
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        except Exception as error:  # the tokenizers library raises nothing more special
+            why = " ".join(str(error).split())
+            raise UserError(
+                f"{source.path}: its tokenizer files cannot be read ({why}); download them again"
+            ) from None
 
 
 # Opening

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
 from retmask_jax.haystack import Haystack, Needle, read_haystack, read_needles
 from retmask_jax.mesh import sampling_mesh
-from retmask_jax.parts import Job, complete, cut, unfinished
+from retmask_jax.parts import Job, complete, cut, hold, unfinished
 from retmask_jax.sampler import Completion, Request, Sampler
 from retmask_jax.workdir import (
     Workdir,
@@ -35,6 +36,10 @@ from retmask_jax.workdir import (
     write_json,
 )
 
+TRIALS_CHANGED = (
+    "other trials or heads (the haystack, the needles, the tokenizer, the heads or the version of "
+    "Python has changed since)"
+)
 PART_TRIALS = 16  # trials in one output file: what a kill can lose
 
 _log = logging.getLogger("retmask.detect")
@@ -227,21 +232,29 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     """Detects the retrieval heads of the model and selects those to mask.
 
     Writes into `workdir.detect`: plan.json and parts/ (what resumes), then trials.jsonl,
-    head_scores.json, heads.png, and heads.json last. Does nothing where heads.json is there.
+    head_scores.json, heads.png, and heads.json last. Does nothing where heads.json is there and was
+    selected as the config asks. Heads that are listed need no trials.
 
     Raises:
         UserError: no trial passed, no head reaches the threshold, a length that the model or the
             question does not fit, or the trials differ from those that the work directory was
             begun with.
     """
-    folder = workdir.detect
-    if (folder / "heads.json").exists():
+    folder, path = workdir.detect, workdir.detect / "heads.json"
+    if path.exists() and read_json(path)["asked"] == asked(config):
         _log.info("detect: done already")
         return
     source = checkpoint_io.open_source(config.model.path)
+    shape = (source.config.n_layers, source.config.n_heads)
+    check_selection(config, shape)
+    if config.heads.rule == "list":
+        if jax.process_index() == 0:
+            select(config, folder, np.zeros((0, *shape)), {"trials": 0, "passed": 0})
+        distributed.wait("detect: heads written")
+        return
     chat = Chat.load(source, date=config.chat.date)
     plan = niah_trials(config, chat)
-    hold(plan, folder / "plan.json")
+    hold(folder / "plan.json", plan.summary(), TRIALS_CHANGED)
     longest = max(len(trial.prompt_ids) for trial in plan.trials) + config.detect.max_new_tokens
     if longest > source.config.max_position:
         raise UserError(
@@ -251,7 +264,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     slices = cut(plan.trials, PART_TRIALS)
     missing = unfinished(folder / "parts", len(slices))[::-1]  # the longest trials first
     if missing:
-        mesh = sampling_mesh(config.mesh, source.config)
+        mesh = sampling_mesh(config, source.config)
         model = checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh)
         sampler = Sampler(
             model,
@@ -278,7 +291,6 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         )
     distributed.wait("detect: all parts written")
     if jax.process_index() == 0:
-        shape = (source.config.n_layers, source.config.n_heads)
         assemble(config, folder, plan, shape)
 
 
@@ -290,19 +302,6 @@ def sampler_settings(options: ConfigDict) -> dict[str, Any]:
         "prefill_chunk": options.prefill_chunk,
         "report_top": True,
     }
-
-
-def hold(plan: Plan, path: Any) -> None:
-    """Writes the plan's summary at the first start and holds later starts to it."""
-    summary = plan.summary()
-    if jax.process_index() == 0 and not path.exists():
-        write_json(path, summary)
-    distributed.wait(f"{path} written")
-    if read_json(path) != summary:
-        raise UserError(
-            f"{path}: this work directory was begun with other trials (the haystack, the needles, "
-            "the tokenizer or the version of Python has changed since); use another --workdir"
-        )
 
 
 def assemble(config: ConfigDict, folder: Any, plan: Plan, shape: tuple[int, int]) -> None:
@@ -330,34 +329,69 @@ def assemble(config: ConfigDict, folder: Any, plan: Plan, shape: tuple[int, int]
         for name, value in row["scores"].items():
             scores[trial][heads.parse_head(name)] = value
     heads.write_scores(folder / "head_scores.json", scores)
-
-    means, rule = scores.mean(0), config.heads
     try:
-        selected = heads.select(
-            means,
-            rule=rule.rule,
-            tau=rule.tau,
-            k=rule.k,
-            heads=[heads.parse_head(name) for name in rule.list],
-            seed=config.seed,
-        )
+        select(config, folder, scores, {**plan.summary(), "passed": len(counted)})
     except UserError as error:
         raise UserError(f"detect: {error} ({again})") from None
-    with atomic_write(folder / "heads.png", "wb") as file:
-        file.write(plots.head_heatmap(means, selected))
-    low, high = heads.confidence(scores, config.seed)
+
+
+def asked(config: ConfigDict) -> dict[str, Any]:
+    """What heads.json depends on besides the scores."""
+    rule = config.heads
+    return {
+        "rule": rule.rule,
+        "tau": rule.tau,
+        "k": rule.k,
+        "list": list(rule.list),
+        "seed": config.seed,
+    }
+
+
+def check_selection(config: ConfigDict, shape: tuple[int, int]) -> None:
+    """Refuses heads that a model with `shape` [L, N] does not have, before any trial is run.
+
+    Raises:
+        UserError: names the head or the number.
+    """
+    heads.HeadMask.from_heads(*shape, [heads.parse_head(name) for name in config.heads.list])
+    if config.heads.k is not None:
+        heads.check_k(config.heads.k, math.prod(shape))
+
+
+def select(config: ConfigDict, folder: Any, scores: np.ndarray, counts: dict[str, Any]) -> None:
+    """Selects heads by their scores and writes heads.json, and where there are scores heads.png.
+
+    Args:
+        scores: f[T, L, N] of the trials that count; T may be 0 for heads that are listed.
+        counts: of the trials, for heads.json.
+
+    Raises:
+        UserError: no head to select.
+    """
+    rule, shape = config.heads, scores.shape[1:]
+    means = scores.mean(0) if len(scores) else np.zeros(shape)
+    selected = heads.select(
+        means,
+        rule=rule.rule,
+        tau=rule.tau,
+        k=rule.k,
+        heads=[heads.parse_head(name) for name in rule.list],
+        seed=config.seed,
+    )
+    low = high = means
+    if len(scores):
+        with atomic_write(folder / "heads.png", "wb") as file:
+            file.write(plots.head_heatmap(means, selected))
+        low, high = heads.confidence(scores, config.seed)
     write_json(
         folder / "heads.json",
         {
-            "rule": rule.rule,
-            "tau": rule.tau,
+            "asked": asked(config),
             "k": len(selected),
-            "seed": config.seed,
             "heads": [heads.head_name(head) for head in selected],
             "n_layers": shape[0],
             "n_heads": shape[1],
-            **plan.summary(),
-            "passed": len(counted),
+            **counts,
             "scores": {
                 heads.head_name(head): {
                     "mean": round(float(means[head]), 6),
@@ -371,5 +405,5 @@ def assemble(config: ConfigDict, folder: Any, plan: Plan, shape: tuple[int, int]
     )
     _log.info(
         "detect: %d of %d trials passed; %d heads selected (%s)",
-        len(counted), len(rows), len(selected), rule.rule,
+        counts["passed"], counts["trials"], len(selected), rule.rule,
     )  # fmt: skip

@@ -27,7 +27,7 @@ from retmask_jax.haystack import read_haystack, sentence_ends
 from retmask_jax.heads import HeadMask
 from retmask_jax.mesh import sampling_mesh
 from retmask_jax.models.decoder import Decoder
-from retmask_jax.parts import Job, complete, cut, unfinished
+from retmask_jax.parts import Job, complete, cut, hold, unfinished
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
 from retmask_jax.workdir import (
     PathLike,
@@ -86,9 +86,10 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
             f"evaluate.max_length and evaluate.max_new_tokens ask for {longest} tokens, "
             f"but the model has {source.config.max_position} positions"
         )
-    detect.hold(plan, folder / "plan.json")
+    names = [heads.head_name(head) for head in selected.masked]
+    hold(folder / "plan.json", {**plan.summary(), "heads": names}, detect.TRIALS_CHANGED)
 
-    mesh, dtype = sampling_mesh(config.mesh, source.config), config.model.dtype
+    mesh, dtype = sampling_mesh(config, source.config), config.model.dtype
     masks = initial_masks(selected, config.evaluate.random_seeds, config.seed)
     load = partial(checkpoint_io.load_model, source, dtype=dtype, mesh=mesh)
     groups = [Group("initial", masks, load)]
@@ -206,7 +207,7 @@ def assemble(config: ConfigDict, folder: PathLike, groups: Sequence[Group]) -> N
                 "masked": [heads.head_name(head) for head in mask.masked],
                 **found,
             }
-            title = f"{policy}: {found['passed']} of {found['trials']} trials passed"
+            title = f"{plots.label(policy)}: {found['passed']} of {found['trials']} trials passed"
             with atomic_write(folder / f"{policy}.png", "wb") as file:
                 file.write(plots.niah_heatmap(**found["grid"], title=title))
             _log.info("evaluate: %s", title)

@@ -4,6 +4,8 @@ Both are rows of one decode batch over one set of weights. Prompts are cut into 
 order; a part is on disk whole or not at all, and parts that are there are not sampled again.
 """
 
+import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,14 +20,13 @@ from retmask_jax import checkpoint_io, distributed, heads
 from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
 from retmask_jax.mesh import sampling_mesh
-from retmask_jax.parts import Job, complete, cut, unfinished
+from retmask_jax.parts import Job, complete, cut, hold, unfinished
 from retmask_jax.prompts import Prompt, read_prompts
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
 from retmask_jax.workdir import (
     PathLike,
     Workdir,
     part_path,
-    parts,
     read_part,
     write_json,
 )
@@ -64,16 +65,22 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     prompts, counts = read_prompts(config.prompts.path, config.prompts.limit)
     slices = cut(prompts, config.generate.prompts_per_part)
     folder = workdir.generate
-    strangers = set(parts(folder)) - {part_path(folder, i, len(slices)) for i in range(len(slices))}
-    if strangers:
-        raise UserError(f"{min(strangers)}: made from other prompts; use another --workdir")
-    if (folder / "summary.json").exists():
+    texts = json.dumps([(prompt.id, prompt.messages) for prompt in prompts]).encode()
+    mask = heads.read_selection(workdir)
+    begun = {
+        "prompts": len(prompts),
+        "prompts_sha256": hashlib.sha256(texts).hexdigest(),
+        "heads": [heads.head_name(head) for head in mask.masked],
+    }
+    hold(folder / "plan.json", begun, "other prompts or heads")
+    missing = [i for i in range(len(slices)) if not part_path(folder, i, len(slices)).exists()]
+    if not missing and (folder / "summary.json").exists():
         _log.info("generate: done already")
         return
     source = checkpoint_io.open_source(config.model.path)
     chat = Chat.load(source, date=config.chat.date)
     if todo := unfinished(folder, len(slices)):
-        _sample(config, workdir, source, chat, slices, todo)
+        _sample(config, workdir, source, chat, mask.array, slices, todo)
     distributed.wait("generate: all parts written")
     if jax.process_index() == 0:
         write_json(folder / "summary.json", _summary(config, folder, chat, slices, counts))
@@ -95,6 +102,7 @@ def _sample(
     workdir: Workdir,
     source: checkpoint_io.Source,
     chat: Chat,
+    keep: np.ndarray,
     slices: Sequence[Sequence[Prompt]],
     todo: Sequence[int],
 ) -> None:
@@ -105,8 +113,7 @@ def _sample(
             f"generate.max_prompt_tokens + generate.max_new_tokens is {length}, "
             f"but the model has {source.config.max_position} positions"
         )
-    keep = heads.read_selection(workdir).array
-    mesh = sampling_mesh(config.mesh, source.config)
+    mesh = sampling_mesh(config, source.config)
     sampler = Sampler(
         checkpoint_io.load_model(source, dtype=config.model.dtype, mesh=mesh),
         bank=np.stack([np.ones_like(keep), keep]),
@@ -167,8 +174,6 @@ def _summary(
         path = part_path(folder, index, len(slices))
         rows = read_part(path)
         found = {row["id"] for row in rows}
-        if not found <= {prompt.id for prompt in prompts}:
-            raise UserError(f"{path}: made from other prompts; use another --workdir")
         too_long += [prompt.id for prompt in prompts if prompt.id not in found]
         for row in rows:
             finished[row["policy"]][row["finish_reason"]] += 1

@@ -230,7 +230,7 @@ def select(
     if rule == "threshold":
         return sorted(retrieval)
     if rule == "top":
-        _check_k(k, means.size)
+        check_k(k, means.size)
         return sorted(ranked(means)[:k])
     if rule in ("random", "nonretrieval"):
         exclude = retrieval if rule == "nonretrieval" else ()
@@ -247,7 +247,7 @@ def random_heads(
         UserError: k <= 0 or more than there are.
     """
     pool = sorted({(i, j) for i in range(n_layers) for j in range(n_heads)} - set(exclude))
-    _check_k(k, len(pool))
+    check_k(k, len(pool))
     chosen = np.random.default_rng(seed).choice(len(pool), size=k, replace=False)
     return sorted(pool[index] for index in chosen)
 
@@ -266,7 +266,12 @@ def read_selection(workdir: Workdir) -> HeadMask:
     return HeadMask.from_heads(selection["n_layers"], selection["n_heads"], heads)
 
 
-def _check_k(k: int, pool: int) -> None:
+def check_k(k: int, pool: int) -> None:
+    """Refuses a number of heads to select that `pool` heads do not have.
+
+    Raises:
+        UserError: names both.
+    """
     if not 0 < k <= pool:
         raise UserError(f"heads.k is {k}: want 1 to {pool}, the number of heads to choose from")
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import mesh_utils
@@ -13,10 +14,11 @@ from ml_collections import ConfigDict
 
 from retmask_jax.errors import UserError
 from retmask_jax.models.config import DecoderConfig
-from retmask_jax.models.decoder import Decoder
+from retmask_jax.models.decoder import Decoder, abstract
 from retmask_jax.models.layers import logical_axes
 from retmask_jax.models.partitioning import RULES, partition_spec
 
+_COPY_BYTES = 4 * 2**30  # a quarter of the memory of the smallest TPU
 AXES = ("data", "fsdp", "sequence", "tensor")
 
 
@@ -104,11 +106,12 @@ def sampling_mesh(
     """The mesh for sampling, over the devices of one team.
 
     Each axis is as long as in the run's mesh if that fits, the innermost axes first; `data` takes
-    what is left. Then of `fsdp`, along which all weights would be gathered for each token, as much
-    as divides heads, MLP and vocabulary becomes `tensor`, which takes as little memory.
+    what is left. Along `fsdp` all weights would be gathered for each token. So as much of it as
+    divides heads, MLP and vocabulary becomes `tensor`, and as much of the rest `data` as leaves a
+    device no more than _COPY_BYTES of weights.
 
     Args:
-      config: the section `mesh` of the configuration.
+      config: the whole configuration.
       model: the model's dimensions.
       devices: the team's (default: this process's team).
       n_run: how many devices the run has (default: this run).
@@ -117,15 +120,20 @@ def sampling_mesh(
       UserError: see `mesh_shape`.
     """
     devices = devices if devices is not None else team_devices()
-    shape, left = mesh_shape(config, n_run or jax.device_count()), len(devices)
+    shape, left = mesh_shape(config.mesh, n_run or jax.device_count()), len(devices)
     for axis in reversed(AXES[1:]):
         shape[axis] = math.gcd(shape[axis], left)
         left //= shape[axis]
     shape["data"] = left
     divisible = math.gcd(model.n_heads, model.n_kv_heads, model.d_ff, model.vocab_size)
     more = math.gcd(shape["fsdp"], divisible // math.gcd(divisible, shape["tensor"]))
-    shape["fsdp"] //= more
     shape["tensor"] *= more
+    weights = sum(math.prod(x.shape) for x in jax.tree.leaves(abstract(model)))
+    held = weights * jnp.dtype(config.model.dtype).itemsize / shape["tensor"]
+    split = shape["fsdp"] // more
+    ways = [n for n in range(1, split + 1) if split % n == 0 and held / n <= _COPY_BYTES]
+    shape["fsdp"] = min(ways, default=split)
+    shape["data"] *= split // shape["fsdp"]
     axis_types = (AxisType.Auto,) * len(AXES)
     return Mesh(_grid(shape, devices), AXES, axis_types=axis_types)
 

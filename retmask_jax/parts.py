@@ -4,14 +4,21 @@ Part i belongs to team i % their number; see `mesh.team`. The processes of a tea
 together, in step, and the first of them writes it.
 """
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+import jax
+from etils import epath
+
 from retmask_jax import distributed
+from retmask_jax.errors import UserError
 from retmask_jax.mesh import teams
 from retmask_jax.progress import progress
 from retmask_jax.sampler import Completion, Request
-from retmask_jax.workdir import PathLike, part_path, write_part
+from retmask_jax.workdir import PathLike, part_path, read_json, write_json, write_part
+
+_log = logging.getLogger("retmask")
 
 Sample = Callable[[Iterator[Request]], Iterator[Completion]]  # a Sampler
 
@@ -29,12 +36,29 @@ def cut(items: Sequence, size: int) -> list[Sequence]:
     return [items[i : i + size] for i in range(0, len(items), size)]
 
 
+def hold(path: PathLike, summary: dict, changed: str) -> None:
+    """Writes what the parts are made of at the first start and holds later starts to it.
+
+    Raises:
+        UserError: it was something else; `changed` says what has changed.
+    """
+    if jax.process_index() == 0 and not epath.Path(path).exists():
+        write_json(path, summary)
+    distributed.wait(f"{path} written")
+    if read_json(path) != summary:
+        raise UserError(
+            f"{path}: this work directory was begun with {changed}; use another --workdir"
+        )
+
+
 def unfinished(folder: PathLike, total: int) -> list[int]:
     """Returns the parts of `total` that are this team's and not on disk."""
     own = teams()
     mine = range(own.index, total, own.count)
     missing = [i for i in mine if not part_path(folder, i, total).exists()]
     distributed.wait(f"{folder}: parts counted")  # before another process of the team writes one
+    if len(missing) < len(mine) and missing:
+        _log.info("goes on: %d of %d parts are done", len(mine) - len(missing), len(mine))
     return missing
 
 

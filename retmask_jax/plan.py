@@ -105,12 +105,23 @@ def report(estimate: Estimate, where: Slice, name: str, model: DecoderConfig) ->
         ),
         "  at best       "
         + ", ".join(f"{what} {_seconds(value)}" for what, value in seconds.items()),
+        f"                for {_speeds(where)}",
         f"  bound by      {estimate.bound}: {_seconds(estimate.step_seconds)} a run, "
         f"{work.tokens / estimate.step_seconds:,.0f} tokens/s, MFU {estimate.mfu:.1%} "
-        f"({estimate.mfu_serial:.1%} if nothing overlaps)",
+        f"({estimate.mfu_serial:.1%} if no exchange overlaps with work)",
         f"  compiled in   {estimate.compile_seconds:.0f} s",
     ]
     return "\n".join(lines)
+
+
+def _speeds(where: Slice) -> str:
+    """What the times assume of a device."""
+    chip = where.chip
+    return (
+        f"{chip.flops / 1e12:.0f} TFLOP/s, {chip.hbm_bandwidth / 1e9:.0f} GB/s of HBM, "
+        f"{chip.link_bandwidth / 1e9:g} GB/s a link and way, "
+        f"{chip.network_bandwidth / 1e9:.3g} GB/s between slices"
+    )
 
 
 def _memory(estimate: Estimate) -> str:

@@ -1,6 +1,7 @@
 """Figures, drawn without a display and handed back as PNG bytes."""
 
 import io
+import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +12,11 @@ from matplotlib.collections import PatchCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import MaxNLocator
+
+
+def label(policy: str) -> str:
+    """A policy's name for people: the heads that it names are masked, not used."""
+    return re.sub(r"retrieval|random(?=-)", r"\g<0>-masked", policy)
 
 
 def png(figure: Figure, dpi: int = 120) -> bytes:

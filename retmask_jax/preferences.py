@@ -268,11 +268,15 @@ def build(config: ConfigDict, workdir: Workdir, source: Source) -> tuple[Pairs, 
     folder = workdir.preferences
     if jax.process_index() == 0 and not (folder / "summary.json").exists():
         collector = _collect(config, workdir, source)
-        pairs = collector.pairs()
+        try:
+            pairs = collector.pairs()
+        except UserError as error:
+            raise UserError(f"{config.preferences.path or workdir.generate}: {error}") from None
         with atomic_write(folder / "pairs.npz", "wb") as file:
             np.savez(file, tokens=pairs.tokens, lengths=pairs.lengths, names=pairs.names)
         write_json(folder / "summary.json", collector.counts)
-        _log.info("preferences: %s", collector.counts)
+        dropped = ", ".join(f"{n} {why}" for why, n in collector.counts["dropped"].items() if n)
+        _log.info("preferences: %d pairs (dropped: %s)", len(pairs), dropped or "none")
     distributed.wait("pairs written")
     with (folder / "pairs.npz").open("rb") as file, np.load(file) as arrays:
         return Pairs(**arrays), read_json(folder / "summary.json")

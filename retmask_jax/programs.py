@@ -202,7 +202,7 @@ def stage_mesh(config: ConfigDict, model: DecoderConfig, where: Slice, stage: st
     if stage == "train":
         return meshes.make_mesh(config.mesh, where.devices)
     devices = stage_devices(where, stage)
-    return meshes.sampling_mesh(config.mesh, model, devices, len(where.devices))
+    return meshes.sampling_mesh(config, model, devices, len(where.devices))
 
 
 def stage_devices(where: Slice, stage: str) -> list[jax.Device]:

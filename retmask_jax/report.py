@@ -7,7 +7,6 @@ written yet is said to be missing.
 import base64
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
@@ -114,7 +113,7 @@ def _accuracy(workdir: Workdir) -> Table:
         return _missing(title, "evaluate")
     rows = [
         (
-            re.sub(r"retrieval|random(?=-)", r"\g<0>-masked", name),
+            plots.label(name),
             _percent(found["accuracy"]),
             " – ".join(map(_percent, found["interval"])),
             f"{found['passed']} of {found['trials']}",
@@ -136,15 +135,17 @@ def _selection(workdir: Workdir) -> Table:
     if not found:
         return _missing(title, "detect")
     total = found["n_layers"] * found["n_heads"]
+    tau = f"{found['asked']['tau']:g}"
     rule = {
-        "threshold": f"score of at least {found['tau']:g}",
+        "threshold": f"score of at least {tau}",
         "top": "the best by score",
+        "random": "drawn from all",
+        "nonretrieval": f"drawn from those with a score below {tau}",
         "list": "listed by hand",
-    }[found["rule"]]
-    rows = [
-        ("selected", f"{found['k']:,} of {total:,} ({_percent(found['k'] / total)}), {rule}"),
-        ("trials passed", f"{found['passed']:,} of {found['trials']:,}"),
-    ]
+    }[found["asked"]["rule"]]
+    rows = [("selected", f"{found['k']:,} of {total:,} ({_percent(found['k'] / total)}), {rule}")]
+    if found["trials"]:
+        rows.append(("trials passed", f"{found['passed']:,} of {found['trials']:,}"))
     return Table(title, (), rows)
 
 
@@ -201,7 +202,7 @@ def _files(workdir: Workdir) -> Table:
 
 def _heads(workdir: Workdir) -> dict[str, Any] | None:
     found = _read(workdir.detect / "heads.json")
-    if not found:
+    if not found or not found["trials"]:
         return None
     selected = [heads.parse_head(name) for name in found["heads"]]
     means = np.zeros((found["n_layers"], found["n_heads"]))
@@ -218,7 +219,7 @@ def _heads(workdir: Workdir) -> dict[str, Any] | None:
         for rank, (name, score) in enumerate(found["scores"].items(), 1)
     ]
     header = ("rank", "layer", "head", "mean score", "95% interval", "selected")
-    tau = found["tau"] if found["rule"] == "threshold" else None
+    tau = found["asked"]["tau"] if found["asked"]["rule"] == "threshold" else None
     return {
         "trials": found["passed"],
         "heatmap": _embedded((workdir.detect / "heads.png").read_bytes()),

@@ -205,6 +205,10 @@ def test_tokenizer_of_a_folder(tmp_path):
     text = tokenizer.apply_chat_template(messages, tokenize=False)
     assert text == "<s>hé</s>"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    whole = (tmp_path / "tokenizer.json").read_bytes()
+    (tmp_path / "tokenizer.json").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"tokenizer files cannot be read .* download them again"):
+        load_tokenizer(open_source(str(tmp_path)))
     (tmp_path / "tokenizer.json").unlink()
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         load_tokenizer(open_source(str(tmp_path)))

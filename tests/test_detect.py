@@ -270,7 +270,9 @@ def test_stage_writes_its_artefacts(stage, tmp_path):
     assert (scores[:, 18, 6] == 1).all() and scores.sum() < count * 1.3
 
     selection = read_json(workdir.detect / "heads.json")
-    assert selection["heads"] == ["18-6"] and selection["k"] == 1 and selection["tau"] == 0.1
+    assert (
+        selection["heads"] == ["18-6"] and selection["k"] == 1 and selection["asked"]["tau"] == 0.1
+    )
     assert selection["trials"] == len(trials) and selection["passed"] == count
     assert selection["trials"] + selection["duplicates"] == 3 * 4 * 6
     assert selection["scores"]["18-6"] == {"mean": 1.0, "low": 1.0, "high": 1.0}
@@ -343,11 +345,33 @@ def test_other_rules(stage, tmp_path):
     script = Scripted(lambda i: True)
     top = stage(tmp_path / "top", script, **{"heads.rule": "top", "heads.k": 3})
     assert read_json(top.detect / "heads.json")["heads"] == ["0-0", "3-1", "18-6"]
+    # Another rule in a copy of the folder selects anew, by the same trials.
+    shutil.copytree(top.detect, tmp_path / "again/detect")
+    again = Scripted(lambda i: True)
+    drawn = stage(tmp_path / "again", again, **{"heads.rule": "random", "heads.k": 5})
+    assert again.asked == [] and len(read_json(drawn.detect / "heads.json")["heads"]) == 5
+
+
+def test_heads_that_are_listed_need_no_trials(stage, tmp_path):
+    script = Scripted(lambda i: True)
     chosen = {"heads.rule": "list", "heads.list": ("7-2", "1-0")}
-    listed = stage(tmp_path / "list", Scripted(lambda i: True), **chosen)
+    listed = stage(tmp_path / "list", script, **chosen)
     assert heads.read_selection(listed).masked == [(1, 0), (7, 2)]
-    with pytest.raises(UserError, match=r"heads\.k is 271: want 1 to 270"):
-        stage(tmp_path / "many", Scripted(lambda i: True), **{"heads.rule": "top", "heads.k": 271})
+    assert script.asked == [] and not (listed.detect / "parts").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"heads.rule": "top", "heads.k": 271}, r"heads\.k is 271: want 1 to 270"),
+        ({"heads.rule": "list", "heads.list": ("99-6",)}, "99-6.*layers 0-29"),
+    ],
+)
+def test_heads_that_are_not_there_are_told_before_any_trial(stage, tmp_path, changes, message):
+    script = Scripted(lambda i: True)
+    with pytest.raises(UserError, match=message):
+        stage(tmp_path, script, **changes)
+    assert script.asked == []
 
 
 def test_trials_that_changed_are_refused(stage, tmp_path):

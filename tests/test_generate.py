@@ -29,7 +29,7 @@ def setup(tiny_model, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint_io, "load_model", lambda *args, **options: model)
     one = jax.devices()[:1]
     monkeypatch.setattr(
-        generate, "sampling_mesh", lambda config, model: mesh.make_mesh(config, one)
+        generate, "sampling_mesh", lambda config, model: mesh.make_mesh(config.mesh, one)
     )
 
     def setup(prompts=tuple("abcdefg"), name="work", **options):
@@ -143,6 +143,7 @@ def test_same_bytes_whatever_the_batch_and_the_restart(setup, monkeypatch):
         "part-00000-of-00003.jsonl.gz",
         "part-00001-of-00003.jsonl.gz",
         "part-00002-of-00003.jsonl.gz",
+        "plan.json",
         "summary.json",
     }
     config, other = setup(name="other", slots=2)
@@ -194,7 +195,7 @@ def test_parts_of_other_prompts_are_refused(setup):
     config, workdir = setup()
     generate.run(config, workdir)
     config, workdir = setup(prompts="abcdefghijkl")
-    with pytest.raises(UserError, match="made from other prompts"):
+    with pytest.raises(UserError, match=r"plan\.json: .* begun with other prompts"):
         generate.run(config, workdir)
     config, workdir = setup()
     file = config.prompts.path
@@ -202,8 +203,25 @@ def test_parts_of_other_prompts_are_refused(setup):
         text = lines.read().replace('"p5"', '"q5"')
     with open(file, "w") as lines:
         lines.write(text)
-    (workdir.generate / "summary.json").unlink()
-    with pytest.raises(UserError, match=r"part-00001-of-00003.*made from other prompts"):
+    with pytest.raises(UserError, match=r"plan\.json: .* begun with other prompts"):
+        generate.run(config, workdir)
+
+
+def test_a_lost_part_is_made_again(setup):
+    config, workdir = setup()
+    generate.run(config, workdir)
+    expected = contents(workdir)
+    (workdir.generate / "part-00001-of-00003.jsonl.gz").unlink()
+    generate.run(config, workdir)
+    assert contents(workdir) == expected
+
+
+def test_parts_of_other_heads_are_refused(setup):
+    config, workdir = setup()
+    generate.run(config, workdir)
+    selection = {"heads": ["0-1"], "n_layers": 4, "n_heads": 8}
+    write_json(workdir.detect / "heads.json", selection)
+    with pytest.raises(UserError, match="other prompts or heads"):
         generate.run(config, workdir)
 
 

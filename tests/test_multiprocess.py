@@ -19,6 +19,7 @@ from conftest import tiny_hf
 from jax._src import clusters
 
 from retmask_jax import cli, distributed, mesh, train
+from retmask_jax.configs import base
 from retmask_jax.errors import UserError
 from retmask_jax.models import config_from_hf
 from retmask_jax.workdir import read_jsonl
@@ -313,18 +314,19 @@ def test_mistakes_in_the_options(options, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("run", "n_own", "own"),
     [
-        ({"fsdp": 8}, 8, (1, 2, 1, 4)),
+        ({"fsdp": 8}, 8, (2, 1, 1, 4)),
         ({"data": 2, "fsdp": -1}, 4, (1, 1, 1, 4)),
         ({"fsdp": 4, "tensor": 2}, 4, (1, 1, 1, 4)),
-        ({"fsdp": 4, "tensor": 2}, 8, (1, 2, 1, 4)),
+        ({"fsdp": 4, "tensor": 2}, 8, (2, 1, 1, 4)),
         ({"tensor": 8}, 2, (1, 1, 1, 2)),
         ({"data": 2, "sequence": 2, "fsdp": 2}, 8, (2, 1, 2, 2)),
         ({"data": -1}, 2, (2, 1, 1, 1)),
     ],
 )
 def test_the_mesh_of_a_team(run, n_own, own):
-    """Four key/value heads: fsdp becomes tensor up to that."""
-    config = {axis: run.get(axis, 1) for axis in mesh.AXES}
+    """Four key/value heads: fsdp becomes tensor up to that, and data."""
+    config = base.get_config()
+    config.mesh.update({axis: run.get(axis, 1) for axis in mesh.AXES})
     model = config_from_hf(tiny_hf("llama", num_key_value_heads=4))
     found = mesh.sampling_mesh(config, model, jax.devices()[:n_own], 8)
     assert tuple(found.shape.values()) == own
@@ -333,19 +335,23 @@ def test_the_mesh_of_a_team(run, n_own, own):
 @pytest.mark.parametrize(
     ("change", "own"),
     [
-        ({"num_attention_heads": 9, "num_key_value_heads": 3}, (1, 8, 1, 1)),
-        ({"intermediate_size": 98, "num_key_value_heads": 8}, (1, 4, 1, 2)),
-        ({"vocab_size": 126, "num_key_value_heads": 8}, (1, 4, 1, 2)),
+        ({"num_attention_heads": 9, "num_key_value_heads": 3}, (8, 1, 1, 1)),
+        ({"intermediate_size": 98, "num_key_value_heads": 8}, (4, 1, 1, 2)),
+        ({"vocab_size": 126, "num_key_value_heads": 8}, (4, 1, 1, 2)),
+        ({"vocab_size": 2**17 - 1, "hidden_size": 2**14}, (2, 4, 1, 1)),  # 8 GiB of tables
+        ({"vocab_size": 2**17, "hidden_size": 2**20}, (1, 2, 1, 4)),  # more than all can hold
     ],
 )
 def test_a_team_splits_what_can_be_split(change, own):
-    config = {"data": 1, "fsdp": 8, "sequence": 1, "tensor": 1}
+    config = base.get_config()
+    config.mesh.fsdp = 8
     model = config_from_hf(tiny_hf("llama", **change))
     assert tuple(mesh.sampling_mesh(config, model, jax.devices(), 8).shape.values()) == own
 
 
 def test_the_mesh_of_a_team_wants_a_mesh_of_the_run():
-    config = {"data": 1, "fsdp": 4, "sequence": 1, "tensor": 1}
+    config = base.get_config()
+    config.mesh.fsdp = 4
     model = config_from_hf(tiny_hf("llama"))
     with pytest.raises(UserError, match="does not fit 8 devices"):
         mesh.sampling_mesh(config, model, jax.devices()[:4], 8)

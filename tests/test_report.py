@@ -41,8 +41,7 @@ def add_detect(workdir: Workdir) -> None:
     write_json(
         workdir.detect / "heads.json",
         {
-            "rule": "threshold",
-            "tau": 0.4,
+            "asked": {"rule": "threshold", "tau": 0.4},
             "k": 2,
             "heads": ["2-0", "2-1"],
             "n_layers": 3,
