@@ -74,7 +74,7 @@ def load_trained(
     Only the processes that have devices in `mesh` take part.
 
     Raises:
-        UserError: there is no checkpoint.
+        UserError: there is no checkpoint, or it cannot be read.
     """
     like = abstract(source.config, dtype)
     targets = _targets(dpo.as_params(like), dpo.as_params(meshes.shardings(like, mesh)))
@@ -86,8 +86,8 @@ def load_trained(
     together = ocp.options.MultiprocessingOptions(primary_host=min(who), active_processes=who)
     options = ocp.CheckpointManagerOptions(create=False, multiprocessing_options=together)
     with ocp.CheckpointManager(folder, options=options) as manager:
-        restore = ocp.args.Composite(params=ocp.args.StandardRestore(targets))
-        return dpo.as_model(like, manager.restore(max(steps), args=restore).params)
+        restored = _read(manager, max(steps), params=ocp.args.StandardRestore(targets))
+        return dpo.as_model(like, restored.params)
 
 
 def check_rows(train: ConfigDict, mesh: Mesh) -> None:
@@ -281,16 +281,33 @@ def _save(manager: ocp.CheckpointManager, step: int, state: dpo.State, cursor: d
 def _restore(
     manager: ocp.CheckpointManager, step: int, targets: dpo.State
 ) -> tuple[dpo.State, dict]:
-    restored = manager.restore(
+    restored = _read(
+        manager,
         step,
-        args=ocp.args.Composite(
-            params=ocp.args.StandardRestore(targets.params),
-            optimizer=ocp.args.StandardRestore(targets._replace(params=None)),
-            cursor=ocp.args.JsonRestore(),
-        ),
+        params=ocp.args.StandardRestore(targets.params),
+        optimizer=ocp.args.StandardRestore(targets._replace(params=None)),
+        cursor=ocp.args.JsonRestore(),
     )
     _log.info("train: goes on after step %d", step)
     return restored.optimizer._replace(params=restored.params), restored.cursor
+
+
+def _read(manager: ocp.CheckpointManager, step: int, **items: Any) -> ocp.args.Composite:
+    """Reads items of a checkpoint.
+
+    Raises:
+        UserError: it is damaged; orbax has no exception of its own for that.
+    """
+    try:
+        return manager.restore(step, args=ocp.args.Composite(**items))
+    except jax.errors.JaxRuntimeError:
+        raise
+    except Exception as error:
+        raise UserError(
+            f"{manager.directory / str(step)}: this checkpoint cannot be read "
+            f"({type(error).__name__}: {' '.join(str(error).split())[:150]}); delete it, and the "
+            "train stage goes on from the one before"
+        ) from None
 
 
 def _targets(shapes: Any, shardings: Any) -> Any:

@@ -14,6 +14,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tiny_checkpoint
 from training import mesh_of, options, random_pairs
@@ -197,6 +198,20 @@ def test_resumed_run_equals_one_left_alone(setup, tmp_path, monkeypatch, where, 
     for file in ("train/metrics.jsonl", "train/summary.json", "preferences/pairs.npz"):
         assert (workdir.root / file).read_bytes() == (alone.root / file).read_bytes(), file
     assert_equal(values(trained(config, workdir)), values(trained(config, alone)))
+
+
+def test_a_damaged_checkpoint_is_named(setup):
+    config, workdir = setup()
+    train.run(config, workdir)
+    folder = Path(workdir.train / "checkpoints")
+    newest = max(ocp.utils.checkpoint_steps(folder))
+    biggest = max(
+        (folder / str(newest) / "params").rglob("*"), key=lambda path: path.stat().st_size
+    )
+    biggest.write_bytes(biggest.read_bytes()[: biggest.stat().st_size // 2])
+    message = rf"checkpoints/{newest}: this checkpoint cannot be read .* delete it"
+    with pytest.raises(UserError, match=message):
+        trained(config, workdir)
 
 
 def test_killed_run_resumes_from_another_directory(setup, tmp_path, monkeypatch):
