@@ -167,9 +167,11 @@ def parse(stage: str, args: list[str]) -> tuple[flags.FlagValues, list[str]]:
     own, overrides = [], []
     rest = iter(args)
     for arg in rest:
-        name = arg.partition("=")[0].lstrip("-")
+        flag, equals, value = arg.partition("=")
+        name = flag.lstrip("-")
         if not name.removeprefix("no").startswith("config."):
-            own.append(arg)
+            dashed = flag.startswith("--")
+            own.append(f"--{name.replace('-', '_')}{equals}{value}" if dashed else arg)
         elif "=" in arg or configs.is_switch(name):
             overrides.append(arg)
         else:

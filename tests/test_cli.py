@@ -104,6 +104,11 @@ def test_flags_in_every_form():
     ]
 
 
+def test_a_dash_in_a_flag_is_an_underscore():
+    values, _ = cli.parse("plan", ["--config=a-b.py", "--row-length=64", "--export-hlo", "x-y"])
+    assert (values.config, values.row_length, values.export_hlo) == ("a-b.py", 64, "x-y")
+
+
 def test_a_stage_gets_its_config_and_leaves_a_log(stage, tmp_path, capsys):
     seen = []
     stage(lambda config, workdir: seen.append((config.train.beta, str(workdir.root))))
