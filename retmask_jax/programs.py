@@ -184,7 +184,8 @@ def sampler_works(config: ConfigDict, model: DecoderConfig, mesh: Mesh, stage: s
     return [
         work(
             "decode", sampler.lower_decode, slots, slots,
-            f"step of {slots} rows that are {length} tokens long", 1, blocks,
+            f"step of {slots} rows ({options.slots} a process) that are {length} tokens long",
+            1, blocks,
         ),
         work(
             "prefill", sampler.lower_prefill, rows * chunk, 0,
