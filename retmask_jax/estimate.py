@@ -156,7 +156,7 @@ def _compile(work: Work, where: Slice, mesh: Mesh, export: Path | None) -> Estim
         needed=needed,
         available=chip.hbm_bytes,
         fits=True,
-        temporary=needed - state,
+        temporary=max(0, needed - state),  # a program may leave out weights that it does not use
         cost=cost,
         payload=payload,
         sent=sent,
