@@ -219,12 +219,13 @@ def test_weak_scaling():
 
 
 def test_a_slice_samples_as_one():
-    """A part of a v5e slice is refused by the compiler; two key/value heads become tensor 2."""
+    """A part of a v5e slice is refused by the compiler; two key/value heads become tensor 2, and
+    the weights are small enough to be copied."""
     config, where = llama31_8b.get_config(), open_slice("v5e:2x4", 2)
     config.mesh.data = 2
     assert dict(stage_mesh(config, small("llama"), where, "train").shape)["fsdp"] == 8
     mesh = stage_mesh(config, small("llama"), where, "detect")
-    assert tuple(mesh.shape.values()) == (1, 4, 1, 2)
+    assert tuple(mesh.shape.values()) == (4, 1, 1, 2)
     assert {device.slice_index for device in mesh.devices.flat} == {0}
 
 

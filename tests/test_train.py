@@ -293,7 +293,6 @@ def test_t4_full_disk_is_seen_before_the_save(setup, monkeypatch):
     assert not list((workdir.train / "checkpoints").iterdir())
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("background", [False, True])
 def test_t4_failed_last_save_ends_the_run_with_a_message(setup, monkeypatch, background):
     """T4: the disk takes no more before the last save; the checkpoint before stays usable."""
