@@ -50,8 +50,8 @@ OPTIONS: dict[str, Option] = {
     "haystack.needles": Option(
         "", "JSONL of needle, question, answer; empty: the built-in needles"
     ),
-    "detect.min_length": Option(1024, "tokens: shortest context", 1),
-    "detect.max_length": Option(50_000, "tokens: longest context", 1),
+    "detect.min_length": Option(1024, "tokens: shortest prompt", 1),
+    "detect.max_length": Option(50_000, "tokens: longest prompt", 1),
     "detect.lengths": Option(20, "number of lengths, evenly spaced between the two", 1),
     "detect.depths": Option(10, "number of needle depths, evenly spaced from 0 to 100%", 1),
     "detect.max_new_tokens": Option(50, "tokens: longest answer", 1),
@@ -115,8 +115,8 @@ OPTIONS: dict[str, Option] = {
         choices=DTYPES,
     ),
     "export.max_shard_bytes": Option(5_000_000_000, "bytes: largest weights file", 1),
-    "evaluate.min_length": Option(1024, "tokens: shortest context", 1),
-    "evaluate.max_length": Option(50_000, "tokens: longest context", 1),
+    "evaluate.min_length": Option(1024, "tokens: shortest prompt", 1),
+    "evaluate.max_length": Option(50_000, "tokens: longest prompt", 1),
     "evaluate.lengths": Option(10, "number of lengths, evenly spaced between the two", 1),
     "evaluate.depths": Option(10, "number of needle depths, evenly spaced from 0 to 100%", 1),
     "evaluate.max_new_tokens": Option(50, "tokens: longest answer", 1),

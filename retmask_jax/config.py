@@ -17,13 +17,22 @@ from retmask_jax.configs.base import OPTIONS, Option
 from retmask_jax.errors import UserError
 from retmask_jax.workdir import absolute
 
-# The groups of options that a stage reads, for its `--help`.
+# The options that a stage reads, by groups or one by one, for its `--help`.
 GROUPS = {
     "detect": ("seed", "model", "chat", "mesh", "haystack", "detect", "heads"),
     "generate": ("seed", "model", "chat", "mesh", "prompts", "generate"),
     "train": ("seed", "model", "chat", "mesh", "preferences", "train"),
     "export": ("model", "mesh", "export"),
-    "evaluate": ("seed", "model", "chat", "mesh", "haystack", "evaluate"),
+    "evaluate": (
+        "seed",
+        "model",
+        "chat",
+        "mesh",
+        "haystack",
+        "evaluate",
+        "detect.prefill_chunk",
+        "detect.pass_recall",
+    ),
 }
 PATHS = ("haystack.path", "haystack.needles", "prompts.path", "preferences.path")
 
@@ -146,7 +155,7 @@ def describe(stage: str) -> str:
     groups = GROUPS.get(stage)
     lines = []
     for name, option in OPTIONS.items():
-        if groups is None or name.split(".")[0] in groups:
+        if groups is None or not {name, name.split(".")[0]}.isdisjoint(groups):
             default = None if isinstance(option.default, type) else option.default
             choices = f" [{' | '.join(option.choices)}]" if option.choices else ""
             lines.append(f"  --config.{name}={default}\n      {option.help}{choices}")
