@@ -10,8 +10,8 @@ import importlib.util
 import math
 import pathlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,14 @@ from retmask_jax.models import config_from_hf, weight_names
 from retmask_jax.models.config import DecoderConfig
 from retmask_jax.models.decoder import Decoder, abstract, parameters
 from retmask_jax.models.naming import Slot
+from retmask_jax.weight_layout import (
+    StoredTensor,
+    hf_shape,
+    input_axes,
+    read_slice,
+    row_blocks,
+    slots_by_path,
+)
 from retmask_jax.workdir import absolute, is_local, read_json
 
 INDEX = "model.safetensors.index.json"
@@ -48,18 +56,7 @@ COMPANIONS = (
     "LICENSE.txt",
     "NOTICE",
 )
-_BLOCK_BYTES = 8 << 20
-_TILE_ROWS = 16
 _LAYERS = 4  # that are exchanged at a time
-
-
-class StoredTensor(Protocol):
-    """One tensor on the disk, under its Hugging Face name, shape and row order."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-    def rows(self, start: int, stop: int) -> np.ndarray: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +127,7 @@ def load_model(source: Source, *, dtype: Any, mesh: Mesh | None = None) -> Decod
         placement = dict(zip(shapes, jax.tree.leaves(shardings(model, mesh)), strict=True))
 
     def load(path: str) -> jax.Array:
-        read = functools.partial(_read_slice, source, slots[path], shapes[path], dtype)
+        read = functools.partial(read_slice, source.tensors, slots[path], shapes[path], dtype)
         if mesh is None or mesh.size == 1:
             return jax.make_array_from_callback(shapes[path], placement[path], read)
         return _load_shared(read, slots[path][0], shapes[path], dtype, placement[path])
@@ -138,6 +135,39 @@ def load_model(source: Source, *, dtype: Any, mesh: Mesh | None = None) -> Decod
     largest_first = sorted(shapes, key=lambda path: -math.prod(shapes[path]))
     arrays = {path: load(path) for path in largest_first}
     return jax.tree.unflatten(jax.tree.structure(model), [arrays[path] for path in shapes])
+
+
+def _load_shared(
+    read: Callable[[tuple[slice, ...]], np.ndarray],
+    slot: Slot,
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    target: NamedSharding,
+) -> jax.Array:
+    """A weight that each device reads a part of, exchanged to be sharded as `target`."""
+    grouped = slot.group is not None
+    layers = math.gcd(shape[0], _LAYERS) if grouped else shape[0]
+    part_shape = (layers, *shape[1:])
+    rows = input_axes(slot) + grouped  # the axis that the stored rows are cut along
+    read_by = cut_along(target, part_shape, (0, rows) if grouped else (rows,))
+    if read_by.is_equivalent_to(target, len(shape)):
+        return jax.make_array_from_callback(shape, target, read)
+
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=target)
+    def put(weight: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
+        part = jax.lax.with_sharding_constraint(part, target)
+        return jax.lax.dynamic_update_slice_in_dim(weight, part, first, axis=0)
+
+    weight = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=target)()
+    for first in range(0, shape[0], layers):
+
+        def read_part(index: tuple[slice, ...], first: int = first) -> np.ndarray:
+            start, stop, _ = index[0].indices(layers)
+            return read((slice(first + start, first + stop), *index[1:]))
+
+        part = jax.make_array_from_callback(part_shape, read_by, read_part)
+        weight = jax.block_until_ready(put(weight, part, np.int32(first)))
+    return weight
 
 
 def load_tokenizer(source: Source) -> PreTrainedTokenizerFast:
@@ -312,128 +342,5 @@ def _checked(
 
 def _equal(a: StoredTensor, b: StoredTensor) -> bool:
     return a.shape == b.shape and all(
-        np.array_equal(a.rows(*span), b.rows(*span)) for span in _blocks(0, a.shape[0], a)
+        np.array_equal(a.rows(*span), b.rows(*span)) for span in row_blocks(0, a.shape[0], a)
     )
-
-
-# Reading
-
-
-def slots_by_path(config: DecoderConfig) -> dict[str, list[Slot]]:
-    """For each weight the stored tensors it is made of, in the order of its axis G."""
-    found: dict[str, list[Slot]] = {}
-    for slot in weight_names(config):
-        found.setdefault(slot.path, []).append(slot)
-    return found
-
-
-def input_axes(slot: Slot) -> int:
-    """How many leading axes of our weight (without G) are the input side: 0, 1, or 2 for o."""
-    if not slot.transpose:
-        return 0
-    return 2 if slot.path.endswith("attention.o") else 1
-
-
-def hf_shape(shape: tuple[int, ...], slot: Slot) -> tuple[int, ...]:
-    """The Hugging Face shape of the tensor at `slot` of a weight of this (stacked) shape."""
-    shape = shape[0 if slot.group is None else 1 :]
-    split = input_axes(slot)
-    if split:
-        return math.prod(shape[split:]), math.prod(shape[:split])
-    return shape if slot.group is None else (math.prod(shape),)
-
-
-def _load_shared(
-    read: Callable[[tuple[slice, ...]], np.ndarray],
-    slot: Slot,
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    target: NamedSharding,
-) -> jax.Array:
-    """A weight that each device reads a part of, exchanged to be sharded as `target`."""
-    grouped = slot.group is not None
-    layers = math.gcd(shape[0], _LAYERS) if grouped else shape[0]
-    part_shape = (layers, *shape[1:])
-    rows = input_axes(slot) + grouped  # the axis that the stored rows are cut along
-    read_by = cut_along(target, part_shape, (0, rows) if grouped else (rows,))
-    if read_by.is_equivalent_to(target, len(shape)):
-        return jax.make_array_from_callback(shape, target, read)
-
-    @functools.partial(jax.jit, donate_argnums=0, out_shardings=target)
-    def put(weight: jax.Array, part: jax.Array, first: jax.Array) -> jax.Array:
-        part = jax.lax.with_sharding_constraint(part, target)
-        return jax.lax.dynamic_update_slice_in_dim(weight, part, first, axis=0)
-
-    weight = jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=target)()
-    for first in range(0, shape[0], layers):
-
-        def read_part(index: tuple[slice, ...], first: int = first) -> np.ndarray:
-            start, stop, _ = index[0].indices(layers)
-            return read((slice(first + start, first + stop), *index[1:]))
-
-        part = jax.make_array_from_callback(part_shape, read_by, read_part)
-        weight = jax.block_until_ready(put(weight, part, np.int32(first)))
-    return weight
-
-
-def _read_slice(
-    source: Source,
-    slots: list[Slot],
-    shape: tuple[int, ...],
-    dtype: np.dtype,
-    index: tuple[slice, ...],
-) -> np.ndarray:
-    """The part `index` of a stacked weight of this shape, gathered into one array."""
-    spans = [part.indices(size)[:2] for part, size in zip(index, shape, strict=True)]
-    out = _aligned_empty(tuple(stop - start for start, stop in spans), dtype)
-    if slots[0].group is None:
-        _read_into(out, source.tensors[slots[0].name], shape, spans, input_axes(slots[0]))
-    else:
-        for layer, slot in zip(out, slots[slice(*spans[0])], strict=True):
-            tensor = source.tensors[slot.name]
-            _read_into(layer, tensor, shape[1:], spans[1:], input_axes(slot))
-    return out
-
-
-def _read_into(
-    out: np.ndarray,
-    tensor: StoredTensor,
-    shape: tuple[int, ...],
-    spans: list[tuple[int, int]],
-    split: int,
-) -> None:
-    """Fills `out` with the part `spans` of our weight of this shape, a block of rows at a time.
-
-    The stored tensor is our weight with its first `split` axes moved to the end, flattened to two
-    dimensions. Its rows are therefore the output axes, of which the first is cut into blocks.
-    """
-    moved = [*range(split, len(shape)), *range(split)]
-    shape, spans = [shape[i] for i in moved], [spans[i] for i in moved]
-    target = out.transpose(moved)
-    (first, last), rest = spans[0], tuple(slice(*span) for span in spans[1:])
-    rows = tensor.shape[0] // shape[0]  # stored rows to one step of the first axis
-    # A transposing copy stays in the processor's cache if it is a few rows high.
-    tile = max(1, _TILE_ROWS // rows) if split else last - first
-    for start, stop in _blocks(first, last, tensor, rows):
-        block = tensor.rows(start * rows, stop * rows).reshape(stop - start, *shape[1:])
-        part = target[start - first : stop - first]
-        for at in range(0, len(part), tile):
-            part[at : at + tile] = block[(slice(at, at + tile), *rest)]
-
-
-def _blocks(
-    start: int, stop: int, tensor: StoredTensor, rows: int = 1
-) -> Iterator[tuple[int, int]]:
-    """Cuts start..stop, each step of it `rows` rows of the tensor, into blocks of megabytes."""
-    row_bytes = math.prod(tensor.shape[1:]) * safetensors_io.numpy_dtype(tensor.dtype).itemsize
-    step = max(1, _BLOCK_BYTES // (rows * row_bytes))
-    for at in range(start, stop, step):
-        yield at, min(at + step, stop)
-
-
-def _aligned_empty(shape: tuple[int, ...], dtype: np.dtype, alignment: int = 64) -> np.ndarray:
-    """Uninitialised memory that the CPU backend can take over as it is, without a copy."""
-    size = math.prod(shape) * dtype.itemsize
-    memory = np.empty(size + alignment, np.uint8)
-    skip = -memory.ctypes.data % alignment
-    return memory[skip : skip + size].view(dtype).reshape(shape)

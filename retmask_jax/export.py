@@ -27,8 +27,6 @@ from retmask_jax.checkpoint_io import (
     INDEX,
     SINGLE,
     Source,
-    hf_shape,
-    input_axes,
     load_model,
     open_source,
 )
@@ -38,6 +36,7 @@ from retmask_jax.mesh import make_mesh
 from retmask_jax.models import weight_names
 from retmask_jax.models.decoder import Decoder, parameters
 from retmask_jax.models.naming import Slot
+from retmask_jax.weight_layout import hf_shape, input_axes
 from retmask_jax.workdir import Workdir, absolute, is_local
 
 MAX_SHARD_BYTES = 5_000_000_000

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from safetensors.numpy import load_file, save_file
 from tiny_checkpoint import FAMILIES
 
-from retmask_jax import checkpoint_io, safetensors_io
+from retmask_jax import checkpoint_io, safetensors_io, weight_layout
 from retmask_jax.checkpoint_io import load_model, load_tokenizer, open_source
 from retmask_jax.errors import UserError
 from retmask_jax.mesh import shardings
@@ -106,8 +106,8 @@ def test_stored_dtypes_and_both_compute_dtypes(tmp_path, family, dtype):
 
 def test_blocks_of_a_few_rows_give_the_same(tmp_path, monkeypatch):
     tensors = tiny_checkpoint.write(tmp_path, "qwen3")
-    monkeypatch.setattr(checkpoint_io, "_BLOCK_BYTES", 1000)
-    monkeypatch.setattr(checkpoint_io, "_TILE_ROWS", 3)
+    monkeypatch.setattr(weight_layout, "_BLOCK_BYTES", 1000)
+    monkeypatch.setattr(weight_layout, "_TILE_ROWS", 3)
     assert_holds(load_model(open_source(str(tmp_path)), dtype="float32"), tensors, tiny_hf("qwen3"))
 
 

@@ -23,9 +23,10 @@ GIB = 1 << 30
 def write_checkpoint(folder: Path, size: int, shard_bytes: int) -> None:
     """A Llama checkpoint of about `size` bytes, bf16, in shards of at most `shard_bytes`."""
     from retmask_jax import safetensors_io
-    from retmask_jax.checkpoint_io import INDEX, hf_shape
+    from retmask_jax.checkpoint_io import INDEX
     from retmask_jax.models import config_from_hf, weight_names
     from retmask_jax.models.decoder import abstract, parameters
+    from retmask_jax.weight_layout import hf_shape
 
     width = 2048 if size >= GIB else 512
     hf = {
