@@ -241,7 +241,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
             begun with.
     """
     folder, path = workdir.detect, workdir.detect / "heads.json"
-    if path.exists() and read_json(path)["asked"] == asked(config):
+    if path.exists() and read_json(path).get("asked") == asked(config):
         _log.info("detect: done already")
         return
     source = checkpoint_io.open_source(config.model.path)

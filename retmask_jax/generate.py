@@ -20,7 +20,7 @@ from retmask_jax import checkpoint_io, distributed, heads
 from retmask_jax.chat import Chat
 from retmask_jax.errors import UserError
 from retmask_jax.mesh import sampling_mesh
-from retmask_jax.parts import Job, complete, cut, hold, unfinished
+from retmask_jax.parts import Job, absent, complete, cut, hold, unfinished
 from retmask_jax.prompts import Prompt, read_prompts
 from retmask_jax.sampler import Completion, Request, Sampler, request_seed
 from retmask_jax.workdir import (
@@ -73,8 +73,7 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
         "heads": [heads.head_name(head) for head in mask.masked],
     }
     hold(folder / "plan.json", begun, "other prompts or heads")
-    missing = [i for i in range(len(slices)) if not part_path(folder, i, len(slices)).exists()]
-    if not missing and (folder / "summary.json").exists():
+    if (folder / "summary.json").exists() and not absent(folder, len(slices)):
         _log.info("generate: done already")
         return
     source = checkpoint_io.open_source(config.model.path)

@@ -51,11 +51,16 @@ def hold(path: PathLike, summary: dict, changed: str) -> None:
         )
 
 
+def absent(folder: PathLike, total: int) -> list[int]:
+    """Returns the parts of `total` that are not on disk."""
+    return [i for i in range(total) if not part_path(folder, i, total).exists()]
+
+
 def unfinished(folder: PathLike, total: int) -> list[int]:
     """Returns the parts of `total` that are this team's and not on disk."""
     own = teams()
     mine = range(own.index, total, own.count)
-    missing = [i for i in mine if not part_path(folder, i, total).exists()]
+    missing = [i for i in absent(folder, total) if i in mine]
     distributed.wait(f"{folder}: parts counted")  # before another process of the team writes one
     if len(missing) < len(mine) and missing:
         _log.info("goes on: %d of %d parts are done", len(mine) - len(missing), len(mine))

@@ -352,6 +352,13 @@ def test_other_rules(stage, tmp_path):
     assert again.asked == [] and len(read_json(drawn.detect / "heads.json")["heads"]) == 5
 
 
+def test_heads_that_nobody_says_how_they_were_selected_are_selected_anew(stage, tmp_path):
+    (tmp_path / "detect").mkdir()
+    (tmp_path / "detect/heads.json").write_text('{"heads": ["0-0"], "n_layers": 30, "n_heads": 9}')
+    workdir = stage(tmp_path, Scripted(lambda i: True))
+    assert read_json(workdir.detect / "heads.json")["heads"] == ["18-6"]
+
+
 def test_heads_that_are_listed_need_no_trials(stage, tmp_path):
     script = Scripted(lambda i: True)
     chosen = {"heads.rule": "list", "heads.list": ("7-2", "1-0")}
