@@ -250,7 +250,6 @@ def run(config: ConfigDict, workdir: Workdir) -> None:
     if config.heads.rule == "list":
         if jax.process_index() == 0:
             select(config, folder, np.zeros((0, *shape)), {"trials": 0, "passed": 0})
-        distributed.wait("detect: heads written")
         return
     chat = Chat.load(source, date=config.chat.date)
     plan = niah_trials(config, chat)

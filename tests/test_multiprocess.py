@@ -249,6 +249,16 @@ def test_the_first_process_is_killed(files, tmp_path):
     assert seconds < 10
 
 
+def test_listed_heads_are_written_by_one_of_two(files, tmp_path):
+    """The other may find them there already: neither waits for what the other does not come to."""
+    listed = ["--config.heads.rule=list", "--config.heads.list=('0-1',)"]
+    with processes(files, tmp_path, 2, 1, "detect", extra={0: listed, 1: listed}) as started:
+        for process in started:
+            _, errors = process.communicate(timeout=100)
+            assert process.returncode == 0, errors
+    assert (tmp_path / "detect" / "heads.json").exists()
+
+
 def test_a_process_that_fails_tells_the_others(files, tmp_path):
     extra = {1: ["--config.prompts.path=none.jsonl"]}
     with processes(files, tmp_path, 2, 1, "generate", extra=extra) as started:
